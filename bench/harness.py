@@ -31,7 +31,7 @@ from bench.cells import base_settings, command_of, content_key, make_cells, of_p
 from bench.record import print_table, read_rows
 from bench.runs import Harness
 from clocher_kernels.errors import UsageError
-from clocher_runtime.command.clocher_run import COMMAND
+from clocher_runtime.command.clocher_run import clocher_run
 from clocher_runtime.command.console import Console
 from clocher_runtime.command.flags import option, script
 from clocher_runtime.command.parameters import PATH
@@ -187,7 +187,7 @@ def command(
         return verify(verified)
     # A benchmark generates the full number of tokens.
     engine = {"ignore_eos": "1"} | ({"prompts_file": prompts_file} if prompts_file else {})
-    engine |= COMMAND.parse(flags) or {}
+    engine |= clocher_run.texts(flags)
     settings = base_settings(engine, of_program(os.environ), in_file)
     cells = [
         replace(cell, key=content_key(cell, Path.cwd(), machine.describe()["host_sha256"]))

@@ -208,8 +208,10 @@ class LanguageModel:
         options: Mapping[str, Any],
         form: Mapping[str, Any] = MappingProxyType({}),
     ) -> TextGeneration:
-        drawn = {**options, **taken(self.sampling_defaults, options)}
-        chosen, ids = Options.of(drawn), self._ids(prompt)
+        chosen = Options.of({**options, **taken(self.sampling_defaults, options)})
+        ids = _text_or_ids(prompt)
+        if isinstance(ids, str):
+            ids = self.tokenizer.encode_prompt(ids, room=self.session.context)
         self.session.check(ids)
         constraint = None
         if chosen.structure is not None:
@@ -222,12 +224,6 @@ class LanguageModel:
     def _grammars(self) -> GrammarMaker:
         source, spec = self.model.checkpoint.tokenizer_source, self.model.spec
         return GrammarMaker(source, spec.vocab_size, spec.eos_ids)
-
-    def _ids(self, prompt: Prompt) -> list[int]:
-        given = _text_or_ids(prompt)
-        if isinstance(given, str):
-            return self.tokenizer.encode_prompt(given, room=self.session.context)
-        return given
 
 
 def _with(max_new: int, options: dict[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 
-from clocher_runtime.exit_codes import cause_of, exit_code, ignore, listen, restore
+from clocher_runtime.exit_codes import cause_of, exit_code, listen, restore
 
 _COLLECT_AFTER = 50_000
 """Objects made before a garbage collection."""
@@ -17,57 +17,46 @@ def clocher(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     if words[:1] == ["help"] and len(words) > 1:
         words = [words[1], "--help"]
-    if words[:1] == ["run"]:
-        return _run(words[1:], "clocher run", owns_process=argv is None)
-    if argv is None:
-        _open_standard_streams()
-    try:
-        if "_CLOCHER_COMPLETE" in os.environ:
-            from clocher_runtime.subcommands.table import answer_shell
-
-            return answer_shell()
-        from clocher_runtime.subcommands.table import dispatch
-
-        return dispatch(words)
-    except KeyboardInterrupt:
-        return 130
-    except OSError as error:  # of standard output: subcommands report all others themselves
-        _stdout_failed(error, "clocher")
-        return 1
-    finally:
-        if argv is None:
-            _flush()
+    return _process(words, argv is None, " ".join(["clocher", *words[:1]]))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `clocher-run` and return its exit code."""
-    return _run(sys.argv[1:] if argv is None else argv, "clocher-run", owns_process=argv is None)
+    words = sys.argv[1:] if argv is None else argv
+    return _process(["run", *words], argv is None, "clocher-run")
 
 
-def _run(words: Sequence[str], name: str, owns_process: bool) -> int:
-    before = listen()
+def _process(words: Sequence[str], owns_process: bool, program: str) -> int:
+    before, is_run = listen(), words[:1] == ["run"]
     if owns_process:
-        # Modules stay: collecting among them takes 0.05 s of a start. `run` enables it.
-        gc.disable()
-        gc.set_threshold(_COLLECT_AFTER)
+        if is_run:
+            # Modules stay: collecting among them takes 0.05 s of a start. `run` enables it.
+            gc.disable()
+            gc.set_threshold(_COLLECT_AFTER)
         _open_standard_streams()
     try:
         try:
             # Most of a short run: a signal may well arrive here.
-            from clocher_runtime.command.clocher_run import command
+            if is_run:
+                from clocher_runtime.command.clocher_run import clocher_run
 
-            text, code = command(words, _emit, name)
-            ignore(before)  # from here on nothing changes the answer
+                return clocher_run.named(program).run(words[1:])
+            from clocher_runtime.subcommands import table
+
+            shell = "_CLOCHER_COMPLETE" in os.environ
+            return table.answer_shell() if shell else table.dispatch(words)
         except BaseException as error:  # a signal, which C code may have replaced
             signal = cause_of(error)
             if not isinstance(signal, KeyboardInterrupt):
                 raise
-            from clocher_runtime.command.console import error_line, to_json
+            if is_run:
+                from clocher_runtime.command.console import RunConsole, error_line
 
-            shown = sys.stdout is not None and sys.stdout.isatty() and "--json" not in sys.argv
-            text, code = None if shown else to_json(error_line(signal)), int(exit_code(signal))
-            ignore(before)
-        return code if text is None or _emit(text, name) else 1
+                RunConsole(program).finish(error_line(signal))
+            return int(exit_code(signal))
+    except OSError as error:  # of standard output: commands report all others themselves
+        _stdout_failed(error, program)
+        return 1
     finally:
         if owns_process:
             _flush()
@@ -75,21 +64,9 @@ def _run(words: Sequence[str], name: str, owns_process: bool) -> int:
             restore(before)
 
 
-def _emit(text: str, name: str = "clocher-run") -> bool:
-    if sys.stdout is None:
-        return False
-    try:
-        sys.stdout.write(f"{text}\n")
-        sys.stdout.flush()
-    except OSError as error:
-        _stdout_failed(error, name)
-        return False
-    return True
-
-
 def _stdout_failed(error: OSError, name: str) -> None:
-    # Python flushes again when it exits, and must not fail again.
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if sys.stdout is not None:  # Python flushes it again at exit, which must not fail again
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     with suppress(OSError, AttributeError):  # standard error may be gone too
         sys.stderr.write(f"{name}: error: standard output: {error.strerror}\n")
 

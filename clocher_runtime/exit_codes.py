@@ -19,8 +19,10 @@ if TYPE_CHECKING:
     from sys import UnraisableHookArgs
 
 _BOTH = (signal.SIGINT, signal.SIGTERM)
-_AGAIN_S = 0.01
+_AGAIN_S = 0.1  # longer than a loaded machine takes to start the thread that sends it
 _hooks: list[Any] = []
+_ours: list[tuple[int, Any]] = []
+"""Signals that `listen` handles, and their handlers before."""
 
 
 class Interrupt(KeyboardInterrupt):
@@ -109,8 +111,10 @@ def exit_code(error: BaseException) -> ExitCode:
 
 
 def listen() -> list[tuple[int, Any]]:
-    """Raise KeyboardInterrupt on SIGINT, `Terminated` on SIGTERM, once; ignored signals stay so."""
-    _received.clear()
+    """Raise KeyboardInterrupt on SIGINT, `Terminated` on SIGTERM, once; ignored signals stay so.
+
+    Returns what to `restore`, nothing if both are listened to already.
+    """
     before: list[tuple[int, Any]] = []
     for number in _BOTH:
         handler = signal.getsignal(number)
@@ -120,6 +124,9 @@ def listen() -> list[tuple[int, Any]]:
             except ValueError:
                 return []
             before.append((number, handler))
+    if before:
+        _received.clear()
+        _ours[:] = before
     if sys.unraisablehook is not _unraisable:
         _hooks[:] = [sys.unraisablehook]
         sys.unraisablehook = _unraisable
@@ -136,13 +143,13 @@ def restore(before: list[tuple[int, Any]]) -> None:
     for number, handler in before:
         if signal.getsignal(number) in (_stop, signal.SIG_IGN):
             signal.signal(number, handler)
-    if sys.unraisablehook is _unraisable:
+    if before and sys.unraisablehook is _unraisable:
         sys.unraisablehook = _hooks[0]
 
 
-def ignore(before: list[tuple[int, Any]]) -> None:
+def ignore() -> None:
     """Ignore signals, so that nothing changes the exit code after the last output."""
-    for number, _ in before:
+    for number, _ in _ours:
         signal.signal(number, signal.SIG_IGN)
 
 

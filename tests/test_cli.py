@@ -20,7 +20,7 @@ from clocher_runtime import cli
 from clocher_runtime.checkpoints import open_checkpoint
 from clocher_runtime.checkpoints.locate import embedded_model
 from clocher_runtime.command import loading as engine
-from clocher_runtime.command.clocher_run import COMMAND
+from clocher_runtime.command.clocher_run import clocher_run
 from clocher_runtime.command.console import COMPILING, Console
 from clocher_runtime.config.commands import ALL
 from clocher_runtime.engine.stub import stub_id
@@ -295,7 +295,7 @@ def test_help_teaches_every_flag_variable_and_code(monkeypatch, capsys):
     for name, setting in ALL.items():
         assert setting.flag in text
         assert all(variable in text for variable in setting.env)
-        assert " ".join(COMMAND.describe(name).split()[:3]) in text
+        assert " ".join(clocher_run.describe(name).split()[:3]) in text
     for code in ("0", "1", "2", "3", "5", "6", "130", "143"):
         assert f" {code} " in text
     assert "Examples:" in text

@@ -12,13 +12,17 @@ from typing import Any
 import pytest
 from huggingface_hub import constants
 
-from clocher_kernels.errors import DeviceError, ModelNotFound
+from clocher_kernels.errors import ModelNotFound
 from clocher_runtime.checkpoints.locate import DEFAULT, locate
 from clocher_runtime.command import default_model, fetching
+from clocher_runtime.command.clocher_run import clocher_run
 from clocher_runtime.command.console import Console
 from clocher_runtime.command.default_model import NotFetched, fetch_default
 from clocher_runtime.command.fetching import with_model
+from clocher_runtime.command.flags import Command
 from clocher_runtime.config.engine import EngineConfig
+from clocher_runtime.exit_codes import ExitCode
+from clocher_runtime.subcommands.chat import chat
 from clocher_runtime.subcommands.models_found import find
 
 CONTENT = os.urandom(3 << 20)
@@ -216,14 +220,16 @@ def test_a_model_of_the_hub_is_offered(
     )
 
 
-def test_an_offer_without_a_network_is_one_error(cache: Path, monkeypatch: Patch) -> None:
+@pytest.mark.parametrize("command", [clocher_run, chat])
+def test_an_offer_without_a_network_is_one_error(
+    cache: Path, monkeypatch: Patch, capsys: Capture, command: Command
+) -> None:
     def fail(console: Console, hub: object) -> None:
         raise ConnectionError("the hub cannot be reached")
 
     monkeypatch.setattr(fetching, "fetch", fail)
-    config = EngineConfig(model_dir=Path("own/tiny"), yes=True)
-    with pytest.raises(DeviceError, match=r"^the hub cannot be reached$"):
-        with_model(config, Console("clocher run"))
+    assert command.run(["own/tiny", "--yes"]) == ExitCode.DEVICE
+    assert capsys.readouterr().err == f"{command.name}: error: the hub cannot be reached\n"
 
 
 def test_a_cache_that_cannot_be_written_is_named(cache: Path) -> None:

@@ -211,13 +211,13 @@ def line_from(engine, prompts, batch, config):
     console = Console()
     ready = [Prompt(tuple(ids)) for ids in prompts]
     with Completions(console, config) as completions:
+        completions.begin(engine)
         measured = measure(
-            engine,
             lambda: PromptPipeline(ready, lambda prompt: prompt, batch=batch),
             batch,
             completions,
         )
-        return run_line(engine, measured, completions, batch)
+        return run_line(measured, completions, batch)
 
 
 @pytest.fixture

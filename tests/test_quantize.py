@@ -8,7 +8,7 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from pathlib import Path
 from types import SimpleNamespace
@@ -361,10 +361,14 @@ def test_progress_of_a_long_job_is_a_few_lines_in_units_that_fit(
     now = 0.0
     clocked = functools.partial(rich.progress.Progress, get_time=lambda: now)
     monkeypatch.setattr("rich.progress.Progress", clocked)
-    with Console("clocher convert").progress(4_000_000_000) as tell:
+
+    def work(tell: Callable[[int, str], None]) -> None:
+        nonlocal now
         for second in range(1200):
             now = float(second)
             tell(second * 2_000_000, f"layer {second}")
+
+    Console("clocher convert").progress(4_000_000_000, work)
     lines = capsys.readouterr().err.splitlines()
     assert lines[0] == "clocher convert: layer 5: 10.0 MB of 4.0 GB, 5 s"
     assert 5 < len(lines) < 20

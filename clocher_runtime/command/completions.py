@@ -32,8 +32,8 @@ class Completions(ExitStack):
     """The completions of the first round, in prompt order; a context manager that closes its files.
 
     `prompts` counts all, `failed` those with an error, `first_error` is the first of these.
-    `listed` has up to `MAX_LISTED` completions, none with `--aggregate`. `fingerprint` and
-    `sampling` go to traces. Raises UsageError if a file cannot be written.
+    `listed` has up to `MAX_LISTED` completions, none with `--aggregate`. Raises UsageError if a
+    file cannot be written.
     """
 
     def __init__(self, console: Console, config: RunConfig) -> None:
@@ -41,10 +41,10 @@ class Completions(ExitStack):
         self.prompts = self.failed = 0
         self.first_error = ""
         self.listed: list[dict[str, Any]] = []
-        self.unfinished: tuple[Engine, list[list[int]]] | None = None  # their ids so far
-        self.console, self.config, self.sampling = console, config, Sampling()
+        self.unfinished: list[list[int]] | None = None  # their ids so far
+        self.console, self.config = console, config
         self._most = 0 if config.aggregate else MAX_LISTED
-        self.fingerprint: str | None = None
+        self._fingerprint: str | None = None
         self._outputs = self._writer(config.outputs, "--outputs")
         self._traces = self._writer(config.trace_ids, "--trace-ids")
 
@@ -55,18 +55,23 @@ class Completions(ExitStack):
 
         return self.enter_context(JsonlWriter(path, flag))
 
+    def begin(self, engine: Engine) -> None:
+        """Take the engine that generates, once it is loaded."""
+        self.engine, self.defaults = engine, from_model(self.config, engine)
+        values: dict[str, Any] = {name: getattr(self.config, name) for name in NAMES}
+        self.sampling = Sampling(seed=self.config.seed, **{**values, **self.defaults})
+        if self._traces is not None and engine.loaded.model.checkpoint.files:
+            from clocher_runtime.quality.verify import fingerprint
+
+            self._fingerprint = fingerprint(engine.loaded.model.checkpoint)
+
     def add(
-        self,
-        engine: Engine,
-        prompt: Prompt,
-        ids: Sequence[int],
-        topk: Sequence["TopLogits"],
-        show: bool,
+        self, prompt: Prompt, ids: Sequence[int], topk: Sequence["TopLogits"], show: bool
     ) -> None:
         """Add the completion of the next prompt; raises UsageError on a write error."""
         self.prompts += 1
         listed = len(self.listed) < self._most
-        text = engine.text(ids) if listed or show or self._outputs is not None else ""
+        text = self.engine.text(ids) if listed or show or self._outputs is not None else ""
         if prompt.error is not None:
             self.failed += 1
             self.first_error = self.first_error or prompt.error
@@ -82,15 +87,15 @@ class Completions(ExitStack):
         if self._outputs is not None:
             self._outputs.write({"index": self.prompts - 1, **output})
         if self._traces is not None and prompt.error is None:
-            self._traces.write(self._trace(engine, prompt, ids, topk))
+            self._traces.write(self._trace(prompt, ids, topk))
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         """Close the files; hand what was generated to a signal that ends the run."""
         signal = cause_of(error) if error is not None else None
         if isinstance(signal, Interrupt) and self.unfinished is not None:
-            engine, made = self.unfinished
-            left = [list(ids) for ids in made[: max(0, self._most - len(self.listed))]]
-            cut = [{"token_ids": i, "text": engine.text(i), "error": "interrupted"} for i in left]
+            text, room = self.engine.text, max(0, self._most - len(self.listed))
+            left = [list(ids) for ids in self.unfinished[:room]]
+            cut = [{"token_ids": i, "text": text(i), "error": "interrupted"} for i in left]
             signal.outputs = self.listed + cut
         for file in (self._outputs, self._traces):
             if error is not None and file is not None and file.lines:
@@ -98,17 +103,18 @@ class Completions(ExitStack):
         super().__exit__(kind, error, trace)
 
     def _trace(
-        self, engine: Engine, prompt: Prompt, ids: Sequence[int], topk: Sequence["TopLogits"]
+        self, prompt: Prompt, ids: Sequence[int], topk: Sequence["TopLogits"]
     ) -> dict[str, Any]:
         from clocher_runtime.quality.verify import Trace, document
 
+        engine = self.engine
         sampling: Any = {
             name: getattr(self.sampling, name) for name in ("temperature", "top_k", "top_p", "seed")
         }
         trace = Trace(
             version=__version__,
             model=engine.loaded.name,
-            fingerprint=self.fingerprint,
+            fingerprint=self._fingerprint,
             **numerics(engine.session),
             device=engine.loaded.config.backend,
             sampling=sampling,
@@ -141,17 +147,9 @@ def from_model(config: SamplingConfig, engine: Engine) -> dict[str, float]:
     return taken(engine.loaded.sampling_defaults, said)
 
 
-def sampling_of(config: RunConfig, engine: Engine) -> Sampling:
-    """Return the sampling settings of a run."""
-    values: dict[str, Any] = {name: getattr(config, name) for name in NAMES}
-    return Sampling(seed=config.seed, **{**values, **from_model(config, engine)})
-
-
-def run_line(
-    engine: Engine, measured: Measured, completions: Completions, batch: int
-) -> dict[str, Any]:
+def run_line(measured: Measured, completions: Completions, batch: int) -> dict[str, Any]:
     """Return the JSON line of a run."""
-    config = completions.config
+    config, engine = completions.config, completions.engine
     session, loaded, speculation = engine.session, engine.loaded, measured.speculation
     device, bytes_per_token = loaded.config.backend, loaded.model.bytes_per_token
     wall_ns, steps, touch = measured.wall_ns, measured.steps, measured.touch
@@ -210,7 +208,7 @@ def run_line(
         "coverage": bytes_touched / file_bytes if file_bytes else nan,
         "effective_gbps": timing.per_second(bytes_touched, wall_ns) / 1e9,
         "environment": [how for how in variables if how not in ignored],
-        "generation_config": from_model(config, engine),
+        "generation_config": completions.defaults,
         "hints_ignored": ignored,
         "outputs": completions.listed,
     }

@@ -10,18 +10,22 @@ import sys
 import termios
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partialmethod
+from functools import partial, partialmethod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, TextIO
+from typing import TYPE_CHECKING, Any, Self, TextIO, TypeVar
 
 from clocher_kernels import __version__
-from clocher_runtime.exit_codes import ExitCode, Interrupt, exit_code, told
+from clocher_kernels.errors import ModelChanged
+from clocher_runtime.exit_codes import ExitCode, Interrupt, exit_code, ignore, told
 
 if TYPE_CHECKING:
     from rich.progress import Progress
 
 Tell = Callable[[str, int, int], None]
 """Progress callback: label, done, total."""
+T = TypeVar("T")
+Line = Mapping[str, Any]
+"""A run's line: keys in order; non-finite numbers become null."""
 COMPILING = "compiling kernels (once)"
 PACKING = "packing weights, MiB"
 _FIRST_WORD_S, _LATER = 5.0, 1.5
@@ -68,34 +72,27 @@ class WordWrap:
             return text
         out: list[str] = []
         for char in text:
-            if char == "\n":
-                self._begin_line()
-            elif char in " \t":
-                cells = 1 if char == " " else 8 - self._column % 8
-                if self._column + cells > edge:
-                    char, cells = "\n", 0
-                    self._begin_line()
-                self._column, self._word = self._column + cells, ""
-            else:
-                cells = _cells(char)
-                if self._column + cells > edge:
+            cells = 8 - self._column % 8 if char == "\t" else 0 if char == "\n" else _cells(char)
+            if self._column + cells > edge:
+                if char in " \t":
+                    char = "\n"
+                else:
                     out.append(self._next_line())
+            if char == "\n":
+                self._column, self._word = 0, ""
+            else:
                 self._column += cells
                 # Wide characters may break anywhere.
-                self._word = "" if cells > 1 else self._word + char
+                self._word = "" if cells > 1 or char in " \t" else self._word + char
             out.append(char)
         return "".join(out)
 
-    def _begin_line(self) -> None:
-        self._column, self._word = 0, ""
-
     def _next_line(self) -> str:
-        word, cells = self._word, sum(map(_cells, self._word))
+        cells = sum(map(_cells, self._word))
         if cells == self._column:  # it fills the line
-            self._begin_line()
-            return "\n"
+            cells, self._word = 0, ""
         self._column = cells
-        return f"\x1b[{cells}D\x1b[K\n{word}" if cells else "\n"
+        return f"\x1b[{cells}D\x1b[K\n{self._word}" if cells else "\n"
 
     def _width(self) -> int:
         if os.environ.get("TERM", "dumb") == "dumb":
@@ -166,50 +163,6 @@ class Screen:
             self.write("\n")
 
 
-class _Progress:
-    """Progress of a job: a bar on a terminal, else a line after some seconds, and ever fewer."""
-
-    def __init__(self, screen: Screen, say: Callable[[str], None], *, in_bytes: bool) -> None:
-        self._screen, self._say, self._in_bytes = screen, say, in_bytes
-        self._bar: Progress | None = None
-        self._due = _FIRST_WORD_S
-
-    def tell(self, what: str, done: int, total: int) -> None:
-        """Show how much is done."""
-        bar = self._bar = self._bar or self._begun()
-        task = bar.tasks[0]
-        self._screen.guarded(
-            lambda _: bar.update(task.id, completed=done, total=total, description=what)
-        )
-        elapsed = task.elapsed or 0.0
-        if bar.disable and elapsed >= self._due:
-            amount = f"{size(done)} of {size(total)}" if self._in_bytes else ""
-            self._say(f"{what}: {amount or f'{100 * done // max(total, 1)} %'}, {elapsed:.0f} s")
-            self._due = _LATER * elapsed
-
-    def stop(self) -> None:
-        """Remove the bar."""
-        if self._bar is not None:
-            bar, self._bar = self._bar, None
-            self._screen.guarded(lambda _: bar.stop())
-
-    def _begun(self) -> "Progress":
-        from rich import console, progress
-
-        bar = progress.Progress(
-            progress.BarColumn(),
-            progress.DownloadColumn() if self._in_bytes else progress.TaskProgressColumn(),
-            progress.TimeRemainingColumn(),
-            progress.TextColumn("{task.description}", markup=False),
-            console=console.Console(file=self._screen.stream),
-            transient=True,
-            disable=not self._screen.is_terminal,
-        )
-        self._screen.guarded(lambda _: bar.start())
-        bar.add_task("", total=None)
-        return bar
-
-
 class Console:
     """Messages of a program on standard error (or `stream`); `texts` gets what a model writes.
 
@@ -223,13 +176,14 @@ class Console:
         # Python has no stream if standard error was closed at the start.
         self._notes = Screen(sys.stderr if stream is None else stream, may_be_lost=True)
         self.texts = self._notes
-        self._loading = _Progress(self._notes, self.say, in_bytes=False)
+        self._bar: Progress | None = None
+        self._due = 0.0  # seconds of a job until it is told of, where there is no terminal
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._loading.stop()
+        self._stop()
         self.texts.end_line()
 
     def say(self, text: str) -> None:
@@ -262,9 +216,9 @@ class Console:
             self.say(f"error: {message}")
 
     def _load(self, what: str, done: int, total: int) -> None:
-        self._loading.tell(what, done, total)
+        self._tell(what, done, total)
         if done >= total:
-            self._loading.stop()
+            self._stop()
 
     compiling = partialmethod(_load, COMPILING)
     packing = partialmethod(_load, PACKING)
@@ -276,21 +230,87 @@ class Console:
         free = check_free(target, 0)
         self.note(f"{source} -> {target}: needs {size(nbytes)} of disk, {size(free)} free")
 
-    @contextmanager
-    def progress(self, total: int) -> Iterator[Callable[[int, str], None]]:
-        """Show progress through `total` bytes; yield a callback for (bytes done, name)."""
+    def progress(self, total: int, work: Callable[[Callable[[int, str], None]], T]) -> T:
+        """Show progress through `total` bytes; `work` gets a callback for (bytes done, name)."""
         with self.counting(in_bytes=True) as tell:
-            yield lambda nbytes, name: tell(name, nbytes, total)
+            result = work(lambda nbytes, name: tell(name, nbytes, total))
             tell("done", total, total)
+        return result
 
     @contextmanager
     def counting(self, *, in_bytes: bool = False) -> Iterator[Tell]:
         """Show progress; yield a callback for (label, done, total)."""
-        self._loading = _Progress(self._notes, self.say, in_bytes=in_bytes)
         try:
-            yield self._loading.tell
+            yield partial(self._tell, in_bytes=in_bytes)
         finally:
-            self._loading.stop()
+            self._stop()
+
+    def _tell(self, what: str, done: int, total: int, *, in_bytes: bool = False) -> None:
+        """Show a bar on a terminal; else write a line after some seconds, and ever fewer."""
+        bar = self._bar = self._bar or self._begun(in_bytes)
+        task = bar.tasks[0]
+        self._notes.guarded(
+            lambda _: bar.update(task.id, completed=done, total=total, description=what)
+        )
+        elapsed = task.elapsed or 0.0
+        if bar.disable and elapsed >= self._due:
+            part = f"{100 * done // max(total, 1)} %"
+            part = f"{size(done)} of {size(total)}" if in_bytes else part
+            self.say(f"{what}: {part}, {elapsed:.0f} s")
+            self._due = _LATER * elapsed
+
+    def _begun(self, in_bytes: bool) -> "Progress":
+        from rich import console, progress
+
+        bar = progress.Progress(
+            progress.BarColumn(),
+            progress.DownloadColumn() if in_bytes else progress.TaskProgressColumn(),
+            progress.TimeRemainingColumn(),
+            progress.TextColumn("{task.description}", markup=False),
+            console=console.Console(file=self._notes.stream),
+            transient=True,
+            disable=not self._notes.is_terminal,
+        )
+        self._notes.guarded(lambda _: bar.start())
+        bar.add_task("", total=None)
+        self._due = _FIRST_WORD_S
+        return bar
+
+    def _stop(self) -> None:
+        if bar := self._bar:
+            self._bar = None
+            self._notes.guarded(lambda _: bar.stop())
+
+
+class RunConsole(Console):
+    """The console of a run, whose last word is its line of JSON, where a program reads it."""
+
+    def __init__(self, name: str, **more: Any) -> None:
+        super().__init__(name, **more)
+        self.as_json = "--json" in sys.argv or not is_terminal(sys.stdout)
+
+    def finish(self, line: Line) -> None:
+        """Write the line; raises OSError. From here on no signal changes the answer."""
+        ignore()
+        self._emit(line)
+
+    def _emit(self, line: Line) -> None:
+        if self.as_json:
+            if sys.stdout is None:
+                raise OSError(errno.EBADF, "closed")
+            sys.stdout.write(f"{to_json(line)}\n")
+            sys.stdout.flush()
+
+    def ended(self, raised: BaseException) -> tuple[BaseException, ExitCode]:
+        """Write the error to both streams."""
+        error, code = super().ended(raised)
+        self.finish(error_line(error))
+        return error, code
+
+    def lost(self, message: str) -> None:
+        """Write the error to both streams."""
+        super().lost(message)
+        self._emit(error_line(ModelChanged(message)))  # in any thread, where no signal can be set
 
 
 STDOUT = "standard output"
@@ -335,8 +355,6 @@ def size(nbytes: int) -> str:
 
 
 SCHEMA = "clocher.run/1"
-Line = Mapping[str, Any]
-"""Keys in order; non-finite numbers become null."""
 
 
 def head(status: str) -> dict[str, Any]:

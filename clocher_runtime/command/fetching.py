@@ -9,8 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from clocher_kernels.errors import DeviceError, ModelError, UnsupportedModel, UsageError
-from clocher_runtime.command.console import Console, in_words, is_terminal, size
+from clocher_kernels.errors import ModelError, UnsupportedModel, UsageError
+from clocher_runtime.command.console import Console, is_terminal, size
 from clocher_runtime.command.flags import option, place, script, switch
 from clocher_runtime.command.parameters import PATH
 from clocher_runtime.config.commands import Config
@@ -73,10 +73,7 @@ def _offer(model: Path, console: Console, yes: bool) -> None:
         sys.stderr.flush()
         yes = sys.stdin.readline().strip().lower() in ("y", "yes")
     if yes:
-        try:
-            fetch(console, hub)
-        except OSError as error:  # not a defect of Clocher, which any other OSError may be
-            raise DeviceError(in_words(error)) from None
+        fetch(console, hub)
 
 
 def fetch(

@@ -6,7 +6,6 @@ Cheap to import, so that help is fast.
 import copy
 import inspect
 import os
-import pkgutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
@@ -56,9 +55,8 @@ class Command(click.Command):
     """A command whose help has examples first, then flags by group, notes and exit codes.
 
     It calls a function, see `script`. With a `kind` of configuration it has the settings of that;
-    model and prompt may be given without their flags. `inner`: first word -> module:name of
-    another command. `exit_codes`: those that mean something else than in `USUAL_CODES`, or are
-    not there.
+    model and prompt may be given without their flags. `exit_codes`: those that mean something else
+    than in `USUAL_CODES`, or are not there.
     """
 
     def __init__(
@@ -67,36 +65,29 @@ class Command(click.Command):
         about: str,
         *,
         kind: type[EngineConfig] | None = None,
-        inner: Mapping[str, str] = _NONE,
+        console: type[Console] = Console,
         examples: Examples = (),
         exit_codes: Codes = _NONE,
         **more: Any,
     ) -> None:
         self.table = {**declared(kind), **kind.hints} if kind else {}
         self._defaults = {each.name: each.default for each in fields(kind)} if kind else {}
-        self._kind, self.inner = kind, inner
+        self._kind, self._console = kind, console
         self.examples = examples
         self.exit_codes = sorted({**USUAL_CODES, **exit_codes}.items())
-        params = [*more.pop("params", ()), *(self._setting_params() if kind else ())]
+        params = [*more.pop("params", ())]
+        if kind:
+            paths = _completion("PATH")
+            params.append(Place("MODEL", "--model-dir", "model_dir", False, shell_complete=paths))
+            if "prompt" in self.table:
+                params.append(Place("PROMPT", "--prompt", "prompt", False))
+            params += [setting_option(n, s, reads=False) for n, s in self.table.items() if s.flag]
+            params.append(_asking("--version", lambda on: f"{on.info_name} {__version__}"))
+            params.append(_asking("--help-all", _help_all))
         params.append(_asking("--help", click.Context.get_help, "-h"))
         settings = {"max_content_width": HELP_WIDTH}
-        super().__init__(
-            name,
-            params=params,
-            help=about,
-            add_help_option=False,
-            context_settings=settings,
-            **more,
-        )
-
-    def _setting_params(self) -> Sequence[click.Parameter]:
-        paths = _completion("PATH")
-        places = [Place("MODEL", "--model-dir", "model_dir", False, shell_complete=paths)]
-        if "prompt" in self.table:
-            places.append(Place("PROMPT", "--prompt", "prompt", False))
-        flags = [setting_option(n, s, reads=False) for n, s in self.table.items() if s.flag]
-        version = _asking("--version", lambda context: f"{context.info_name} {__version__}")
-        return [*places, *flags, version, _asking("--help-all", _help_all)]
+        more |= {"add_help_option": False, "context_settings": settings}
+        super().__init__(name, params=params, help=about, **more)
 
     def named(self, name: str) -> Self:
         """Return the command under another name, examples included."""
@@ -105,25 +96,15 @@ class Command(click.Command):
         other.examples = [(about, line.replace(old, name)) for about, line in self.examples]
         return other
 
-    def parse(
-        self, argv: Sequence[str], show: Callable[[str], object] = click.echo
-    ) -> dict[str, str] | None:
-        """Return setting -> text of its flag; None after --help or --version. Raises UsageError."""
-        try:
-            with self.make_context(self.name, list(argv), obj=show) as context:
-                return _texts(context.params)
-        except click.exceptions.Exit:
-            return None
-        except click.UsageError as error:
-            raise self._told(error) from None
+    def texts(self, argv: Sequence[str]) -> dict[str, str]:
+        """Return setting -> text of its flag. Raises click.UsageError."""
+        return _texts(self.make_context(self.name, list(argv)).params)
 
     def run(self, argv: Sequence[str] | None = None) -> int:
-        """Run it, or the inner one that is named; write an error; return the exit code."""
+        """Run it; write an error; return the exit code."""
         given = list(sys.argv[1:] if argv is None else argv)
-        if given and given[0] in self.inner:
-            return load(self.inner[given[0]]).run(given[1:])
         notes = " ".join((self.epilog or "").lower().split())
-        console = Console(self.name or "", resumes="run it again to go on" in notes)
+        console = self._console(self.name or "", resumes="run it again to go on" in notes)
         before = listen()
         try:
             with console, self.make_context(self.name, given, obj=console) as context:
@@ -137,13 +118,11 @@ class Command(click.Command):
             return console.ended(self._told(error))[1]
         except (Exception, KeyboardInterrupt) as raised:
             cause = told(cause_of(raised))
-            if not isinstance(cause, OSError):
-                return console.ended(cause)[1]
-            words = in_words(cause)
-            if not words.startswith(STDOUT):
-                return console.ended(DeviceError(words))[1]
+            words = in_words(cause) if isinstance(cause, OSError) else None
+            if words is None or not words.startswith(STDOUT):
+                return console.ended(cause if words is None else DeviceError(words))[1]
             if not isinstance(cause, BrokenPipeError):  # whose reader wants no more
-                console.ended(DeviceError(words))
+                console.say(f"error: {words}")
             if sys.stdout is not None:  # Python flushes again at exit, which must not fail again
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return ExitCode.BUG
@@ -160,14 +139,15 @@ class Command(click.Command):
         return super().invoke(ctx)
 
     def main(self, args: Sequence[str] | None = None, *_: Any, **more: Any) -> Any:
-        """Run it as a program: exit with its code, unless `standalone_mode=False`."""
-        code = self.run(args)
-        return sys.exit(code) if more.get("standalone_mode", True) else code
+        """Run it as a program: exit with its code."""
+        sys.exit(self.run(args))
 
     def _told(self, error: click.UsageError) -> UsageError:
         message = " ".join(error.format_message().split())  # a missing choice has lines
         message += "" if message.endswith((".", "?", "?)")) else "."
-        return UsageError(f"{message} See {self.name} --help.")
+        return UsageError(
+            f"{message} See {error.ctx.info_name if error.ctx else self.name} --help."
+        )
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parse, and move positional values to their flags."""
@@ -233,17 +213,8 @@ def _texts(params: Mapping[str, Any]) -> dict[str, str]:
     return {name: "1" if value is True else value for name, value in given.items()}
 
 
-def load(where: str) -> Command:
-    """Return the command at module:name."""
-    found: Command = pkgutil.resolve_name(f"clocher_runtime.{where}")
-    return found
-
-
 def script(
-    name: str,
-    *params: click.Parameter,
-    help: str | None = None,
-    **more: Any,
+    name: str, *params: click.Parameter, help: str | None = None, **more: Any
 ) -> Callable[[Callable[..., int | None]], Command]:
     """Return a decorator that makes a command of a function.
 
@@ -252,13 +223,8 @@ def script(
     """
 
     def decorate(function: Callable[..., int | None]) -> Command:
-        return Command(
-            name,
-            text_of(help or function.__doc__),
-            params=params,
-            callback=click.pass_obj(function),
-            **more,
-        )
+        about = text_of(help or function.__doc__)
+        return Command(name, about, params=params, callback=click.pass_obj(function), **more)
 
     return decorate
 
@@ -339,8 +305,7 @@ def _completion(metavar: str) -> Callable[..., list[CompletionItem]]:
 def _asking(flag: str, answer: Callable[[click.Context], str], *short: str) -> click.Option:
     def callback(context: click.Context, option: click.Parameter, wanted: bool) -> None:
         if wanted:
-            show = context.obj if callable(context.obj) else Screen(sys.stdout).line
-            show(answer(context))
+            Screen(sys.stdout).line(answer(context))
             context.exit()
 
     return click.Option(

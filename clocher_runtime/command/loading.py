@@ -39,9 +39,12 @@ _STUB_ACTS_ON |= {"trace_ids", "trace_topk", "json", "config"}
 _OR_TEXT = "; a text goes behind --prompt (`--prompt TEXT`), or through a pipe"
 _CALIBRATION_CHARS = 1 << 16
 _SMALL_CACHE = 4 << 20  # bytes of the keys of a layer
-_PINNED = frozenset({"affinity", "use_affinity", "numa_policy"})
-_REPLICATED = frozenset({"hot_replicate", "hot_repl_limit_mb"})
-_MEMORY = frozenset({"pretranspose", "prefetch_distance", "stream_block_bytes"})
+_SETTINGS_OF: Mapping[str, Set[str]] = {
+    "placement": {"affinity", "use_affinity", "numa_policy"},
+    "hot_replicate": {"hot_replicate", "hot_repl_limit_mb"},
+    **{name: {name} for name in ("pretranspose", "prefetch_distance", "stream_block_bytes")},
+}
+"""What a session may act on -> its settings."""
 _ON_GPU = frozenset({"fast_batch"})
 _NOT_ON: Mapping[str, Set[str]] = {"cuda": {"isa"}, "cpu": _ON_GPU, "reference": _ON_GPU}
 """Back end -> settings of another one."""
@@ -60,20 +63,10 @@ class ModelChoice:
     path: Path
     data: Path | None = None
 
-    def open(self) -> Checkpoint:
-        """Open the checkpoint; raises ModelError."""
-        if self.data is not None:
-            from clocher_runtime.checkpoints.q4 import open_index
-
-            return open_index(self.path, self.data)
-        return open_checkpoint(self.path)
-
     def open_for(self, config: EngineConfig) -> tuple[Checkpoint, Set[str]]:
         """Open it, with what is set: deduplicated weights, LoRA, a chat template.
 
-        Raises ModelError, UsageError.
-
-        Returns also the settings without effect.
+        Returns also the settings without effect. Raises ModelError, UsageError.
         """
         directory: Path | None = self.path if self.data is None else self.path.parent
         if config.model_bin is not None or (self.data and self.path.name != JSON_NAME):
@@ -84,7 +77,11 @@ class ModelChoice:
             from clocher_runtime.command.dedup_weights import open_weights
 
             checkpoint, ignored = open_weights(config, directory)
-        checkpoint = checkpoint or self.open()
+        if checkpoint is None and self.data is not None:
+            from clocher_runtime.checkpoints.q4 import open_index
+
+            checkpoint = open_index(self.path, self.data)
+        checkpoint = checkpoint or open_checkpoint(self.path)
         if config.chat_template is not None:
             from clocher_runtime.text.chat_template import chosen_template
 
@@ -364,19 +361,12 @@ def _tokenizer(checkpoint: Checkpoint, needs_text: bool) -> Tokenizer | None:
             f"{source!s}: no such file; a model without it takes --prompt-ids"
         ) from None
     del source
-    _give_back()
-    return made
-
-
-def _give_back() -> None:
-    """Give back what making a tokenizer took: up to 0.3 GB, which the C library would keep."""
-    with suppress(OSError, AttributeError):  # only glibc has it
+    # Making it took up to 0.3 GB, which the C library would keep; only glibc can give it back.
+    with suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
+    return made
 
 
 def without_effect(acted_on: Set[str]) -> Set[str]:
     """Return the settings of memory and placement that a session does not act on."""
-    met = set(acted_on & _MEMORY)
-    met |= _PINNED if "placement" in acted_on else set()
-    met |= _REPLICATED if "hot_replicate" in acted_on else set()
-    return (_PINNED | _REPLICATED | _MEMORY) - met
+    return set().union(*(names for what, names in _SETTINGS_OF.items() if what not in acted_on))

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, fields, replace
 from pathlib import Path
@@ -98,10 +99,7 @@ def planned(
         )
     for note in (*checkpoint.notes, *plan.notes):
         console.note(f"note: {note}")
-    formats: dict[str, int] = {}
-    for tensor in plan.tensors.values():
-        key = f"{tensor.format.name} by {tensor.method}"
-        formats[key] = formats.get(key, 0) + 1
+    formats = Counter(f"{each.format.name} by {each.method}" for each in plan.tensors.values())
     what = ", ".join(f"{count} become {name}" for name, count in formats.items())
     console.note(f"{len(plan.tensors) + len(plan.kept)} tensors: {what}; {len(plan.kept)} stay")
     console.note(

@@ -11,15 +11,9 @@ from typing import TYPE_CHECKING
 
 from clocher_kernels.errors import NonFinite, UsageError
 from clocher_runtime.checkpoints.locate import DEFAULT
-from clocher_runtime.command.completions import (
-    Completions,
-    Measured,
-    from_model,
-    run_line,
-    sampling_of,
-)
+from clocher_runtime.command.completions import Completions, Measured, run_line
 from clocher_runtime.command.console import Console, Line, quiet_keys
-from clocher_runtime.command.loading import Engine, load_engine
+from clocher_runtime.command.loading import load_engine
 from clocher_runtime.config.commands import RunConfig
 from clocher_runtime.engine.arguments import told
 from clocher_runtime.engine.probes import WorkTouch, rss_peak_mib
@@ -99,13 +93,9 @@ def _run(source: PromptSource, batch: int, completions: Completions) -> Line:
                 f"{loaded.name} has a chat template, which a completion does not apply: "
                 f'`clocher chat {shlex.quote(loaded.name)} "QUESTION"` does'
             )
-        if note := told(from_model(config, engine)):
+        completions.begin(engine)
+        if note := told(completions.defaults):
             console.say(note)
-        completions.sampling = sampling_of(config, engine)
-        if config.trace_ids is not None and loaded.model.checkpoint.files:
-            from clocher_runtime.quality.verify import fingerprint
-
-            completions.fingerprint = fingerprint(loaded.model.checkpoint)
         encode = loaded.tokenizer.encode if loaded.tokenizer else None
         prepare = Preparation(source, encode, session.check, session.context)
         if not gc.isenabled():  # as `cli` starts a process
@@ -129,30 +119,30 @@ def _run(source: PromptSource, batch: int, completions: Completions) -> Line:
                 overlap=overlap,
             )
 
-        measured = measure(engine, groups, batch, completions)
+        measured = measure(groups, batch, completions)
     finally:
         session.close()
     if completions.failed == completions.prompts:
         count = completions.prompts
         reason = completions.first_error
         raise UsageError(reason if count == 1 else f"none of {count} prompts is usable: {reason}")
-    return run_line(engine, measured, completions, batch)
+    return run_line(measured, completions, batch)
 
 
 def measure(
-    engine: Engine, pipelines: Callable[[], PromptPipeline], batch: int, completions: Completions
+    pipelines: Callable[[], PromptPipeline], batch: int, completions: Completions
 ) -> Measured:
     """Generate for all prompts in all rounds, inside the strict window.
 
     The window holds prefill, decode, sampling and the work-touch. Tokenising, detokenising, writing
     text and reading traced logits happen between its spans, unless a GPU is at the next step.
     """
-    session, config, console = engine.session, completions.config, completions.console
+    engine, config, console = completions.engine, completions.config, completions.console
+    session = engine.session
     window = TimedWindow("generate", synchronize=session.synchronize)
     touch = session.work_touch(config.bytes_per_token, config.stride_bytes)
     if touch is None:
         touch = WorkTouch(engine.files, config.bytes_per_token, config.stride_bytes)
-    sampling = sampling_of(config, engine)
     hits, misses = session.scheduler.kv_hits, session.scheduler.kv_misses
     drafted, pages_read = session.speculation().counts, session.pages_read
     steps, first_token_ns = StepTotals(), Reservoir[int]()
@@ -165,7 +155,7 @@ def measure(
             for prompts in groups:
                 usable = [prompt for prompt in prompts if prompt.error is None]
                 made: list[list[int]] = [[] for _ in usable]
-                completions.unfinished = engine, made if first else []
+                completions.unfinished = made if first else []
                 largest: list[list[TopLogits]] = [[] for _ in usable]
                 began = window.total_ns
                 live = shown and batch == 1 and usable
@@ -179,7 +169,7 @@ def measure(
                 generated = session.generate(
                     [prompt.ids for prompt in usable],
                     config.max_new,
-                    sampling,
+                    completions.sampling,
                     stop_ids,
                     window,
                     touch if touch.bytes_per_token else None,
@@ -208,8 +198,8 @@ def measure(
                     results = iter(zip(made, largest, strict=True))
                     for prompt in prompts:
                         ids, topk = next(results) if prompt.error is None else ([], [])
-                        completions.add(engine, prompt, ids, topk, shown and batch > 1)
-                    completions.unfinished = engine, []
+                        completions.add(prompt, ids, topk, shown and batch > 1)
+                    completions.unfinished = []
     if cut:
         console.say(
             f"the context of {session.longest} tokens is full: {cut} completion(s) ended before "

@@ -105,9 +105,8 @@ def variable(takes: Value, help: str, *env: str, **more: Any) -> Any:
     return _field(Setting("", takes, help, "", env), **more)
 
 
-def internal(takes: Value, help: str, **more: Any) -> Any:
-    """Declare a field that only code sets."""
-    return _field(Setting("", takes, help), **more)
+internal = variable
+"""Declares a field that only code sets, where no variable is named."""
 
 
 def _field(
@@ -128,8 +127,13 @@ def redefault(config: type[Any], name: str, default: Any) -> Any:
 def every(config: type[Any]) -> Iterator[tuple[str, Setting]]:
     """Yield the settings of a config record by field name."""
     for each in fields(config):
-        if setting := each.metadata.get("setting"):
-            yield each.name, _named(each.name, setting) if setting.flag else setting
+        setting = each.metadata.get("setting")
+        if setting and setting.flag:
+            env = dict.fromkeys((f"CLOCHER_{each.name.upper()}", *setting.env))
+            flag = f"--{each.name.replace('_', '-')}"
+            setting = replace(setting, flag=flag, env=tuple(env))
+        if setting:
+            yield each.name, setting
 
 
 def declared(config: type[Any]) -> dict[str, Setting]:
@@ -140,11 +144,6 @@ def declared(config: type[Any]) -> dict[str, Setting]:
         if setting.flag or setting.env
         if not setting.only or config.command in setting.only
     }
-
-
-def _named(name: str, setting: Setting) -> Setting:
-    env = dict.fromkeys((f"CLOCHER_{name.upper()}", *setting.env))
-    return replace(setting, flag=f"--{name.replace('_', '-')}", env=tuple(env))
 
 
 def shown(value: object) -> str:

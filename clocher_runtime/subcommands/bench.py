@@ -119,7 +119,6 @@ _WORDS = (
     switch("--yes", "fetch a model of the Hub that is not here without a question"),
     switch("--no-check", "do not compute tokens in another way"),
     examples=_EXAMPLES,
-    inner={"quality": "subcommands.quality:quality"},
     exit_codes={ExitCode.MISMATCH: "tokens differ, or a figure is above what the memory gives"},
     help=_ABOUT,
     epilog=_NOTES,

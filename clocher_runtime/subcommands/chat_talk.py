@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from types import FrameType
-from typing import Any, Literal, NamedTuple, Self
+from typing import NamedTuple, Self
 
 from clocher_kernels.errors import FormatError, NonFinite, UsageError
-from clocher_runtime.command.console import Screen, quiet_keys
+from clocher_runtime.command.console import Screen, is_terminal, quiet_keys
 from clocher_runtime.config.commands import CONTINUED, RANDOM, ChatConfig
 from clocher_runtime.config.values import every
 from clocher_runtime.engine import timing
@@ -43,7 +43,7 @@ class Typing:
     def __init__(self, prompts: Screen) -> None:
         self._prompts = prompts
         self._edits = False
-        if sys.stdin.isatty() and sys.stdout is not None and sys.stdout.isatty():
+        if is_terminal(sys.stdin) and is_terminal(sys.stdout):
             with suppress(ImportError):  # Python built without it
                 import readline  # its import gives input() line editing
 
@@ -101,11 +101,7 @@ def _heeding_signals() -> Iterator[None]:
 
 
 class Interrupted(KeyboardInterrupt):
-    """Ctrl-C that does not only stop an answer; `when` is "typing", "empty" or "stopping" it."""
-
-    def __init__(self, when: Literal["typing", "empty", "stopping"]) -> None:
-        super().__init__("SIGINT")
-        self.when = when
+    """Ctrl-C that does not only stop an answer: it came "typing", "empty" or "stopping" one."""
 
 
 class CtrlC:
@@ -114,17 +110,17 @@ class CtrlC:
     def __init__(self, has_begun: Callable[[], bool]) -> None:
         self._has_begun = has_begun
         self._answers = self._stops = False
-        self._before: Any = signal.SIG_IGN
 
-    def __enter__(self) -> Self:
-        self._before = signal.getsignal(signal.SIGINT)
-        if self._before is not signal.SIG_IGN:
+    @contextmanager
+    def heard(self) -> Iterator[Self]:
+        """Handle Ctrl-C, unless it is ignored."""
+        before = signal.getsignal(signal.SIGINT)
+        if before is not signal.SIG_IGN:
             signal.signal(signal.SIGINT, self._take)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self._before is not signal.SIG_IGN:
-            signal.signal(signal.SIGINT, self._before)
+        try:
+            yield self
+        finally:
+            signal.signal(signal.SIGINT, before)
 
     @contextmanager
     def stopping(self) -> Iterator[Callable[[], bool]]:
@@ -162,7 +158,7 @@ class Talk:
     def hold(self, typing: Typing) -> ExitCode:
         """Answer typed messages until the user leaves; return the exit code."""
         told = False
-        with CtrlC(typing.has_begun) as self._ctrl_c:
+        with CtrlC(typing.has_begun).heard() as self._ctrl_c:
             while True:
                 try:
                     text, is_block = typing.read()
@@ -179,9 +175,10 @@ class Talk:
                     self._notes.write("\n")
                     if not isinstance(key, Interrupted):  # SIGTERM
                         raise
-                    if key.when == "stopping" or (told and key.when == "empty"):
+                    when = str(key)
+                    if when == "stopping" or (told and when == "empty"):
                         return ExitCode.INTERRUPTED
-                    if told := key.when == "empty":
+                    if told := when == "empty":
                         self._notes.line("Ctrl-C again, Ctrl-D or /exit leaves", dim=True)
 
     def say(self, text: str) -> None:
@@ -194,9 +191,7 @@ class Talk:
         self._seed = secrets.randbits(32) if config.seed == RANDOM else int(config.seed)
         seed = (self._seed + self._tries) % _SEEDS
         sampling = Sampling(seed=seed, **{name: getattr(config, name) for name in NAMES})
-        longest = config.max_new
-        if longest is None and not self._model.by_template:
-            longest = CONTINUED
+        longest = config.max_new or (None if self._model.by_template else CONTINUED)
         stopping = self._ctrl_c.stopping() if self._ctrl_c else nullcontext(lambda: False)
         with quiet_keys(), stopping as stopped:
             answer = self._model.answer(messages, sampling, longest)

@@ -1,6 +1,7 @@
 """Smaller forms of a model: `clocher dedup`, without losing a bit, and `clocher sparsify`."""
 
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -68,8 +69,8 @@ def dedup(
     if back:
         if not has_dedup(model_dir):
             raise ModelNotFound(f"{model_dir}: no deduplicated weights there")
-        with console.progress(read_index(model_dir / JSON_NAME).bin.nbytes) as progress:
-            nbytes = restore(model_dir, progress)
+        total = read_index(model_dir / JSON_NAME).bin.nbytes
+        nbytes = console.progress(total, partial(restore, model_dir))
         console.say(f"restored {BIN_NAME}, {size(nbytes)}, SHA-256 as in {JSON_NAME}")
     elif check:
         open_deduplicated(model_dir, verify=True)
@@ -92,8 +93,7 @@ def _deduplicate(console: Console, model_dir: Path, keep_anyway: bool) -> bool:
     from clocher_runtime.convert.dedup_writer import WORTH_IT, gain_of, plan_dedup
 
     total = read_index(model_dir / JSON_NAME).bin.nbytes
-    with console.progress(total) as progress:
-        plan = plan_dedup(model_dir, progress)
+    plan = console.progress(total, partial(plan_dedup, model_dir))
     rows = [("bytes", "stored", "saved", "plane")]
     for gain in map(gain_of, plan.planes):
         saved = f"{1 - gain.stored / gain.nbytes:.1%}"
@@ -105,8 +105,7 @@ def _deduplicate(console: Console, model_dir: Path, keep_anyway: bool) -> bool:
     if plan.nbytes > WORTH_IT * total and not keep_anyway:
         console.say(f"{saved}: not worth it, nothing was written; --keep-anyway writes it")
         return False
-    with console.progress(total) as progress:
-        plan.run(progress)
+    console.progress(total, plan.run)
     console.say(f"wrote {len(plan.planes)} planes to {model_dir}: {saved}")
     return True
 

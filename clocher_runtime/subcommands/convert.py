@@ -3,6 +3,7 @@
 import shlex
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -143,8 +144,8 @@ def _check(console: Console, model_dir: Path, source: Path | None) -> ExitCode:
     from clocher_runtime.checkpoints.iebin import read_index
     from clocher_runtime.convert.certificate import check_certificate
 
-    with console.progress(read_index(model_dir / JSON_NAME).bin.nbytes) as progress:
-        found = check_certificate(model_dir, source, progress)
+    work = partial(check_certificate, model_dir, source)
+    found = console.progress(read_index(model_dir / JSON_NAME).bin.nbytes, work)
     for problem in found.problems:
         console.note(problem)
     beside = f"source {found.source}" if found.source else "the source is not there any more"
@@ -180,8 +181,7 @@ def _export(
     if job.floats:
         console.note(f"note: {len(job.floats)} matrices become {others}, such as {job.floats[0]}")
     console.disk(source.path, out, job.nbytes)
-    with console.progress(job.nbytes) as progress:
-        job.run(progress)
+    console.progress(job.nbytes, job.run)
     if how["verify"]:
         open_checkpoint(out).verify()
     console.say(f"wrote {out}{', verified' if how['verify'] else ''}")
@@ -218,16 +218,15 @@ def run_conversion(console: Console, conversion: "Conversion", verify: bool) -> 
     from clocher_runtime.convert.certificate import write_certificate
 
     out_dir = conversion.out_dir
-    with console.progress(conversion.nbytes) as progress:
-        resumed = conversion.run(progress)
+    resumed = console.progress(conversion.nbytes, conversion.run)
     counts = [f"{len(conversion.quantised)} quantised"] if conversion.quantised else []
     if resumed:
         counts.append(f"{resumed} taken over from a killed run")
     verified = ""
     if verify:
         open_iebin(out_dir / JSON_NAME, verify=True)
-        with console.progress(conversion.source.nbytes) as progress:
-            identical, total = write_certificate(conversion.source, out_dir, progress)
+        work = partial(write_certificate, conversion.source, out_dir)
+        identical, total = console.progress(conversion.source.nbytes, work)
         verified = f", verified: {identical} of {total} bit for bit those of the source"
     counted = f" ({', '.join(counts)})" if counts else ""
     console.say(f"wrote {len(conversion.formats)} tensors{counted} to {out_dir}{verified}")
@@ -263,7 +262,6 @@ def synthesize(console: Console, preset: str, out_dir: Path, precision: str, **g
 
     synthesis = plan_synthesis(preset, precision, out_dir, **given)
     console.disk(preset, out_dir, synthesis.nbytes)
-    with console.progress(synthesis.nbytes) as progress:
-        synthesis.run(progress)
+    console.progress(synthesis.nbytes, synthesis.run)
     more = " and model.gguf" if given["gguf"] else ""
     console.say(f"wrote {len(synthesis.formats)} tensors to {out_dir}{more}")

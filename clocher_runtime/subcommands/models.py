@@ -48,7 +48,7 @@ def models(console: Console, where: tuple[str, ...], as_json: bool) -> None:
     from clocher_runtime.subcommands.models_found import details, find, look
 
     paths = [locate(name) for name in where]
-    found = [*find(paths, not where)]
+    found = find(paths, not where)
     if len(paths) == 1 and (not paths[0].is_dir() or [each.path for each in found] == paths):
         _tell(details(where[0], paths[0]), as_json)
         return
@@ -69,7 +69,6 @@ def _tell(found: Mapping[str, Any], as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(found))
         return
-
     left = found["available"]
     lines = [(key, found[key]) for key in ("name", "path", "family", "format", "layers")]
     lines += [

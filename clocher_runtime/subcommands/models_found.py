@@ -31,16 +31,12 @@ class Found(NamedTuple):
     path: Path
 
 
-def find(directories: Sequence[Path], everywhere: bool = True) -> Iterator[Found]:
-    """Yield the models of this machine, at most `MOST_MODELS`."""
-    seen: set[str] = set()
-    for count, found in enumerate(_all(directories, everywhere)):
-        real = os.path.realpath(found.path)
-        if count >= MOST_MODELS:
-            return
-        if real not in seen:
-            seen.add(real)
-            yield found
+def find(directories: Sequence[Path], everywhere: bool = True) -> list[Found]:
+    """Return the models of this machine, at most `MOST_MODELS`."""
+    seen: dict[str, Found] = {}
+    for found in islice(_all(directories, everywhere), MOST_MODELS):
+        seen.setdefault(os.path.realpath(found.path), found)
+    return [*seen.values()]
 
 
 def look(found: Found) -> dict[str, Any]:
@@ -48,13 +44,10 @@ def look(found: Found) -> dict[str, Any]:
     about = {**found._asdict(), "path": str(found.path), **_UNKNOWN, "disk": _size(found.path)}
     try:
         return about | _read(found.path)[0] | {"runs": "yes"}
-    except UnsupportedModel as error:
-        runs = f"no: {_phrase(error, found.path)}"
-    except ClocherError as error:
-        runs = f"damaged: {_phrase(error, found.path)}"
     except Exception as error:  # any error of a hostile directory; the others are still listed
-        runs = f"damaged: {type(error).__name__}: {_phrase(error, found.path)}"
-    return about | {"runs": runs}
+        why = "no: " if isinstance(error, UnsupportedModel) else "damaged: "
+        why += "" if isinstance(error, ClocherError) else f"{type(error).__name__}: "
+        return about | {"runs": why + _phrase(error, found.path)}
 
 
 def _read(path: Path) -> tuple[dict[str, Any], Checkpoint, ModelSpec, dict[str, Destined]]:
@@ -100,7 +93,10 @@ def _all(directories: Sequence[Path], everywhere: bool) -> Iterator[Found]:
     if everywhere:
         yield Found(EMBEDDED, "embedded", embedded_model())
         yield from _of_the_hub()
-        yield from _below(_llama_cache(), "llama.cpp", _DEPTH, [_MOST_ENTRIES])
+        # llama.cpp's download directory. Source: its common/common.cpp.
+        base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+        llama = Path(os.environ.get("LLAMA_CACHE") or os.path.join(base, "llama.cpp"))
+        yield from _below(llama, "llama.cpp", _DEPTH, [_MOST_ENTRIES])
     for directory in (*([Path("models")] * everywhere), *directories):
         yield from _below(directory, "directory", _DEPTH, [_MOST_ENTRIES])
 
@@ -140,21 +136,14 @@ def _below(directory: Path, place: str, depth: int, left: list[int]) -> Iterator
             yield from _below(inner, place, depth - 1, left)
 
 
-def _files_of(name: str, place: str, directory: Path) -> Iterator[Found]:
+def _files_of(name: str, place: str, directory: Path) -> list[Found]:
     try:
         files = models_among(listed(directory))
     except ClocherError:
         files = []
     if len(files) < 2:
-        yield Found(name, place, directory)
-    for file in files if len(files) > 1 else ():
-        yield Found(f"{name}/{file}", place, directory / file)
-
-
-def _llama_cache() -> Path:
-    """Return llama.cpp's download directory. Source: its common/common.cpp."""
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    return Path(os.environ.get("LLAMA_CACHE") or os.path.join(base, "llama.cpp"))
+        return [Found(name, place, directory)]
+    return [Found(f"{name}/{file}", place, directory / file) for file in files]
 
 
 def _size(path: Path) -> int:

@@ -50,8 +50,7 @@ def generate(console: Console, hf_dir: Path, q4_bytes: Path, scales: Path, manif
         kept = job.kept.get("lm_head.weight", "the embedding is the output head")
         console.note(f"note: IE_Q4_INCLUDE_LM_HEAD=1, but there is none to encode: {kept}")
     console.disk(job.source.path, q4_bytes.parent, job.nbytes)
-    with console.progress(job.nbytes) as progress:
-        resumed = job.run(progress)
+    resumed = console.progress(job.nbytes, job.run)
     taken_over = f" ({resumed} taken over from a killed run)" if resumed else ""
     console.say(
         f"wrote {len(job.names)} matrices{taken_over} to {q4_bytes} and {scales}; "
@@ -90,8 +89,7 @@ def append(console: Console, hf_dir: Path, compat_json: Path, q4_bin: Path) -> N
     """Append to an index the attention projections (self_attn q, k, v, o) that it lacks in Q4_0."""
     job = plan_append(hf_dir, compat_json, q4_bin)
     console.disk(job.source.path, compat_json.parent, job.nbytes)
-    with console.progress(job.nbytes) as progress:
-        job.run(progress)
+    console.progress(job.nbytes, job.run)
     console.say(
         f"appended {len(job.names)} matrices to {q4_bin}; {len(job.present)} were there already"
     )

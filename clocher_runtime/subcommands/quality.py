@@ -28,10 +28,16 @@ if TYPE_CHECKING:
 PLACE = place(
     "MODEL", "--model-dir", "Default: CLOCHER_MODEL_DIR, else the embedded model.", needed=False
 )
+BACKEND = option("--backend", click.Choice(["cpu", "cuda", "reference"]), default="cpu")
+TEXT = (
+    option("--text", FILE, required=True),
+    option("--chars", COUNT, "use the first CHARS characters of the text"),
+    option("--window", click.IntRange(2), "tokens", default=256),
+)
 OPTIONS = (
     *engine_options(*NUMERICS, of=WEIGHTS_ALONE),
     *engine_options("act_prec", "act_sparsity", "act_calibration", "threads"),
-    option("--backend", click.Choice(["cpu", "cuda", "reference"]), default="cpu"),
+    BACKEND,
 )
 
 
@@ -66,9 +72,7 @@ def _config(backend: str, model_dir: Path | None, **settings: Any) -> EngineConf
 @script(
     "clocher perplexity",
     *PLACE,
-    option("--text", FILE, required=True),
-    option("--chars", COUNT, "use the first CHARS characters of the text"),
-    option("--window", click.IntRange(2), default=256),
+    *TEXT,
     option("--limit", COUNT, "score at most LIMIT windows"),
     *OPTIONS,
     examples=(
@@ -182,9 +186,7 @@ def _table_rows(task: str, found: dict[str, Any]) -> Iterator[str]:
     "clocher gate",
     *place("MODEL", "--model", "Again for each model.", multiple=True),
     needed("--reference", "float model"),
-    option("--text", FILE, required=True),
-    option("--chars", COUNT, "use the first CHARS characters of the text"),
-    option("--window", click.IntRange(2), "tokens", default=256),
+    *TEXT,
     option("--document-separator", str, "text between documents; default: blocks of windows"),
     option(
         "--document-windows",
@@ -206,7 +208,7 @@ def _table_rows(task: str, found: dict[str, Any]) -> Iterator[str]:
         "activations of the models; default: what the runtime uses",
         default="fp32",
     ),
-    option("--backend", click.Choice(["cpu", "cuda", "reference"]), default="cpu"),
+    BACKEND,
     option("--threads", COUNT, "default: all usable cores"),
     option("--limits", click.Choice(list(LIMITS)), "default: by what differs"),
     *LIMIT_FLAGS,

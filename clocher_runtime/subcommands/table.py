@@ -2,13 +2,14 @@
 
 import difflib
 import os
+import pkgutil
 from collections.abc import Mapping, Sequence
 
 import click
 from click.shell_completion import shell_complete
 
 from clocher_kernels import __version__
-from clocher_runtime.command.flags import HELP_WIDTH, Command, load, write_examples
+from clocher_runtime.command.flags import HELP_WIDTH, Command, write_examples
 from clocher_runtime.exit_codes import ExitCode
 
 ABOUT = """Run language models with low-bit weights: in a terminal, as a server, from Python."""
@@ -43,11 +44,12 @@ MORE: Mapping[str, str] = {
 SUBCOMMANDS = {**COMMON, **MORE}
 """Name -> what it does."""
 _MODULES: Mapping[str, str] = {
-    "run": "command.clocher_run:COMMAND",
+    "run": "command.clocher_run:clocher_run",
     "serve": "serve.command:clocher_serve",
     "pull": "command.fetching:pull",
     "dedup": "subcommands.compress:dedup",
     "sparsify": "subcommands.compress:sparsify",
+    "bench quality": "subcommands.quality:quality",
     "perplexity": "subcommands.quality:perplexity",
     "gate": "subcommands.quality:gate",
     "ray": "subcommands.ray_jobs:ray",
@@ -57,7 +59,9 @@ _MODULES: Mapping[str, str] = {
 
 def command_of(name: str) -> Command:
     """Return the command of a subcommand, whose module is imported."""
-    return load(_MODULES.get(name, f"subcommands.{name}:{name}"))
+    where = _MODULES.get(name, f"subcommands.{name}:{name}")
+    found: Command = pkgutil.resolve_name(f"clocher_runtime.{where}")
+    return found
 
 
 _ELSEWHERE = {
@@ -87,6 +91,8 @@ def dispatch(words: Sequence[str]) -> int:
     if name not in SUBCOMMANDS:
         click.echo(f"clocher: error: {unknown(name)}", err=True)
         return ExitCode.USAGE
+    if name == "bench" and rest[:1] == ["quality"]:
+        name, rest = "bench quality", rest[1:]
     return command_of(name).named(f"clocher {name}").run(rest)
 
 
