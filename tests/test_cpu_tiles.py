@@ -21,7 +21,7 @@ from clocher_kernels.ops.rewrite import takes_int8
 from clocher_kernels.plan import Buffer, Call, Plan
 from clocher_kernels.quant_tensor import QuantTensor
 from cpu_fallback.executor import CpuExecutor
-from cpu_fallback.ops.decode_ggml import blocks_of
+from cpu_fallback.ops.decode import blocks_of
 from cpu_fallback.team.large_pages import allocate
 from cpu_fallback.team.placement import Hints
 from cpu_fallback.tiles import tile_pack

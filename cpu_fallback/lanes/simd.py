@@ -50,7 +50,8 @@ def op(result: Kind, *params: Kind) -> Callable[[Callable[..., Any]], Any]:
 
             return numba_type(result)(*map(numba_type, params)), generate
 
-        return intrinsic(typing, emit.__name__, [f"p{i}" for i in range(len(params))])
+        name = getattr(emit, "__name__", "emitted")  # a partial has none
+        return intrinsic(typing, name, [f"p{i}" for i in range(len(params))])
 
     return decorate
 
