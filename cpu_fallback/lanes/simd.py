@@ -19,7 +19,7 @@ Conventions:
 """
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from llvmlite import ir
@@ -86,19 +86,29 @@ def caller(params: int) -> Any:
     return op(void, *[i64] * (params + 1))(call_kernel)
 
 
-def number(value: int) -> ir.Constant:
-    """Return a constant int64."""
-    return ir.Constant(INT64, value)
+def number(value: Any) -> Any:
+    """Return a constant int64; what is a value of LLVM already is returned as it is."""
+    return ir.Constant(INT64, value) if isinstance(value, int) else value
 
 
 def emit_at(b: Any, base: Any, index: Any, size: Any) -> Any:
     """Emit base + index * size."""
-    return b.add(base, b.mul(index, number(size) if isinstance(size, int) else size))
+    return b.add(base, b.mul(number(index), number(size)))
 
 
 def behind(b: Any, base: Any, nbytes: int) -> Any:
     """Emit base + nbytes."""
     return b.add(base, number(nbytes))
+
+
+def loop(b: Any, start: Any, stop: Any, step: Any) -> Any:
+    """Return the context that emits a loop over int64, and yields (index, count)."""
+    return cgutils.for_range_slice(b, number(start), number(stop), number(step), INT64)
+
+
+def variables(b: Any, values: Iterable[Any]) -> list[Any]:
+    """Emit variables that have these values."""
+    return [cgutils.alloca_once_value(b, value) for value in values]
 
 
 def constant(kind: VecT | ir.VectorType, values: Any) -> ir.Constant:
@@ -307,8 +317,7 @@ def emit_lookup(b: Any, table: Any, index: Any) -> Any:
         return shuffle(b, *halves, range(LANES))
     if CURRENT.neon:
         return _neon_lookup(b, table, index)
-    slot = cgutils.alloca_once(b, F32.llvm)
-    b.store(table, slot)
+    (slot,) = variables(b, [table])
     entries = b.bitcast(slot, FLOAT.as_pointer())
     out = ir.Constant(F32.llvm, ir.Undefined)
     for i in range(LANES):

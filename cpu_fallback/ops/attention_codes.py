@@ -21,7 +21,7 @@ from llvmlite import ir
 
 from cpu_fallback.lanes import language as v
 from cpu_fallback.lanes.isa import CURRENT
-from cpu_fallback.lanes.jit import cgutils, device, i64, void
+from cpu_fallback.lanes.jit import device, i64, void
 from cpu_fallback.ops import attention_tiles as tiles
 from cpu_fallback.ops.attention_tiles import QUERY_STEP, SCORES, STEP, Cells, emit_sums
 from cpu_fallback.tiles.multiply import dot, pair_dots
@@ -79,16 +79,12 @@ def _emit_sixteen(b: Any, qs: list[Any], ks: list[Any], size: Any) -> list[Any]:
     Cells are biased by 128 to be unsigned, and four values of each meet the high and the low bytes
     of four codes; what that adds is taken off first.
     """
-    highs = [cgutils.alloca_once(b, v.I32.llvm) for _ in qs]
-    lows = [cgutils.alloca_once(b, v.I32.llvm) for _ in qs]
-    for r, q in enumerate(qs):
-        offset = v.emit_load(b, v.INT32, v.emit_at(b, q, size, v.number(2)))
-        b.store(v.constant(v.I32, 0), highs[r])
-        b.store(v.spread(b, v.I32, offset), lows[r])
+    highs = v.variables(b, [v.constant(v.I32, 0)] * len(qs))
+    lows = v.variables(b, (v.emit_everywhere(b, v.I32, v.emit_at(b, q, size, 2)) for q in qs))
     whole = b.and_(size, v.number(-64))
     for start, stop, dwords in ((v.number(0), whole, 16), (whole, size, 4)):
         kind = ir.VectorType(v.INT32, dwords)
-        with cgutils.for_range_slice(b, start, stop, v.number(4 * dwords), v.INT64) as (at, _):
+        with v.loop(b, start, stop, 4 * dwords) as (at, _):
             turned = _emit_turned(b, [v.emit_load(b, kind, b.add(k, at)) for k in ks])
             for i, cells in enumerate(turned):
                 for r, q in enumerate(qs):
