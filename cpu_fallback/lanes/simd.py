@@ -251,6 +251,8 @@ to_f32 = op(F32, I32)(lambda b, x: b.sitofp(x, F32.llvm))  # to nearest even
 to_i32 = op(I32, F32)(lambda b, x: b.fptosi(x, I32.llvm))  # towards zero; must fit
 bits_f32 = op(F32, I32)(lambda b, x: b.bitcast(x, F32.llvm))
 bits_i32 = op(I32, F32)(lambda b, x: b.bitcast(x, I32.llvm))
+bits_of = op(i64, f32)(lambda b, x: b.sext(b.bitcast(x, INT32), INT64))  # of one number
+float_of = op(f32, i64)(lambda b, bits: b.bitcast(b.trunc(bits, INT32), FLOAT))
 
 
 @op(F32, F32)
@@ -283,9 +285,9 @@ def join(b: Any, parts: Sequence[Any]) -> Any:
     return parts[0]
 
 
-def each_quarter(b: Any, emit: Callable[..., Any], *vectors: Any) -> Any:
-    """Emit something for each register of some vectors, joined."""
-    parts = zip(*(pieces(b, vector, 4) for vector in vectors), strict=True)
+def by_pieces(b: Any, count: int, emit: Callable[..., Any], *vectors: Any) -> Any:
+    """Emit something for each of so many pieces of some vectors, joined."""
+    parts = zip(*(pieces(b, vector, count) for vector in vectors), strict=True)
     return join(b, [emit(*part) for part in parts])
 
 
@@ -295,8 +297,8 @@ def _neon_lookup(b: Any, table: Any, index: Any) -> Any:
     places = b.bitcast(b.add(spread, constant(I32, 0x03020100)), BYTES.llvm)
     entries = pieces(b, b.bitcast(table, BYTES.llvm), 4)
     name = "llvm.aarch64.neon.tbl4.v16i8"
-    found = each_quarter(
-        b, lambda part: call(b, name, ir.VectorType(INT8, 16), *entries, part), places
+    found = by_pieces(
+        b, 4, lambda part: call(b, name, ir.VectorType(INT8, 16), *entries, part), places
     )
     return b.bitcast(found, F32.llvm)
 

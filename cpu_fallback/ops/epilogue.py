@@ -7,12 +7,11 @@ Kernels of products differ in how they come to sums; all of them hand a tile of 
 from typing import Any
 
 import numpy as np
-from llvmlite import ir
 
 from clocher_kernels.errors import ShapeError
 from clocher_kernels.ops.elementwise import check_activation
 from cpu_fallback.lanes import language as v
-from cpu_fallback.lanes.jit import Kernel, device, f32, i64, void
+from cpu_fallback.lanes.jit import Kernel, device
 from cpu_fallback.ops.bind import BoundCall
 
 _ROOT_HALF = np.float32(0.5**0.5)
@@ -112,11 +111,7 @@ def _kernel(name: str, function: Any) -> Kernel:
 _KERNELS = {name: _kernel(name, function) for name, function in ACTIVATIONS.items()}
 
 
-@v.op(void, i64, i64, i64, f32)
-def _activate(b, kernel, at, count, cap):
-    kind = ir.FunctionType(v.VOID, [v.INT64] * 3)
-    bits = b.zext(b.bitcast(cap, v.INT32), v.INT64)
-    b.call(b.inttoptr(kernel, kind.as_pointer()), [at, count, bits])
+_activate = v.caller(3)  # (kernel, address, how many, bits of the cap)
 
 
 @device
@@ -145,7 +140,7 @@ def finish(a, sums, pitch, token, tokens, row, count):
                 value = v.add(v.load_up_to(at, count), v.load_up_to(bias + 4 * row, count))
                 v.store_f32_n(at, value, count)
             bias = bias - bias
-        _activate(a.activate, sums, pitch * tokens, a.cap)
+        _activate(a.activate, sums, pitch * tokens, v.bits_of(a.cap))
     for t in range(tokens):
         value = v.load_up_to(sums + 4 * pitch * t, count)
         at = 4 * ((token + t) * a.N + row)

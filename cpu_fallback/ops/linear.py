@@ -186,58 +186,66 @@ def linear(a, rank, size, scratch):
 def linear_of_codes(a, rank, size, scratch):
     """Multiply int8 activations; each thread has a range of tiles."""
     first, last = share((a.N + 15) >> 4, rank, size)
-    multiply_tiles(a, scratch, first, last, expect, write_rows)
+    multiply_tiles(a, scratch, first, last)
 
 
 @device
-def multiply_tiles(a, scratch, first, last, ask, write):
-    """Multiply a range of tiles by all tokens: one stream of weights for each block of tokens.
-
-    `ask(a, token, tokens, row)` is called before a product, and after it `write(a, sums, token,
-    tokens, row)` with the sums of up to 16 tokens and 16 rows.
-    """
-    panel = scratch + PANELS
-    if first == last:
-        return
+def multiply_tiles(a, scratch, first, last):
+    """Multiply a range of tiles by all tokens: one stream of weights for each block of tokens."""
+    panels_at = scratch + PANELS
+    strip = (panels_at + a.kept * a.per_token + BEHIND + 63) & -64
     start = 0
-    while start < a.M:
+    while start < a.M and first < last:
         tokens = min(a.kept, a.M - start)
         if not is_filled(a.rec, a.ctl, scratch, start):
             for t in range(0, tokens, 16):
                 block = min(a.per_block, tokens - t // a.per_block * a.per_block)
                 twos = TWOS * in_strips(a, block)
-                _fill(a, start + t, min(16, tokens - t), panel + t * a.per_token, twos)
-        _multiply(a, scratch, start, tokens, first, last, ask, write)
+                _fill(a, start + t, min(16, tokens - t), panels_at + t * a.per_token, twos)
+        block = 0
+        while block < tokens:  # a range of variable steps might raise
+            count, panel = min(a.per_block, tokens - block), panels_at + block * a.per_token
+            where = scratch, a.tiles, panel, strip
+            multiply_block(a, where, count, a.K, first, last, start + block, _ask, _write)
+            block += count
         start += tokens
 
 
 @device
-def _multiply(a, scratch, start, tokens, first, last, ask, write):
-    """Multiply a range of tiles by the tokens of the panels, block by block."""
-    units, panel = (a.K + 31) >> 5, scratch + PANELS
-    strip = (panel + a.kept * a.per_token + BEHIND + 63) & -64
-    block = 0
-    while block < tokens:
-        end = min(block + a.per_block, tokens)
-        strips = in_strips(a, end - block)
+def multiply_block(a, where, count, k, first, last, own, ask, write):
+    """Multiply a range of tiles by one block of tokens or pairs.
+
+    `where`: the scratch memory, the tiles, the panels of the block, room for a strip. For up to 16
+    tokens, from the t-th on, `ask(a, own, t, tokens, tile)` is called before a product, and after
+    it `write(a, own, sums, t, tokens, tile)` with their sums of 16 rows.
+    """
+    scratch, tiles, panel, strip = where
+    strips, units = in_strips(a, count), (k + 31) >> 5
+    if strips:
+        begin_tiles()
+    for tile in range(first, last):
+        at, sums = tiles + tile * a.tile_bytes, scratch + TILE_SUMS
         if strips:
-            begin_tiles()
-        for tile in range(first, last):
-            at, sums = a.tiles + tile * a.tile_bytes, scratch + TILE_SUMS
-            if strips:
-                sums = strip + a.strip_bytes
-                here = panel + block * a.per_token
-                multiply_strips(a, at, strip, here, end - block, units, sums)
-            for t in range(block, end, 16):
-                count, out = min(16, end - t), sums + 64 * (t - block)
-                ask(a, start + t, count, tile * 16)
-                if not strips:
-                    out = sums
-                    multiply_tile(a, at, panel + t * a.per_token, count, units, out)
-                write(a, out, start + t, count, tile * 16)
-        if strips:
-            end_tiles()
-        block = end
+            sums = strip + a.strip_bytes
+            _multiply_strips(a, at, strip, panel, count, units, sums)
+        for t in range(0, count, 16):
+            tokens, out = min(16, count - t), sums + 64 * t
+            ask(a, own, t, tokens, tile)
+            if not strips:
+                ahead = a.ahead if tokens > _FEW else a.ahead_of_few
+                here, out = panel + t * a.per_token, sums
+                call_product(a.product, at, here, out, units, width(tokens), ahead)
+            write(a, own, out, t, tokens, tile)
+    if strips:
+        end_tiles()
+
+
+_ask = device(lambda a, start, t, tokens, tile: expect(a, start + t, tokens, 16 * tile))
+
+
+@device
+def _write(a, start, sums, t, tokens, tile):
+    write_rows(a, sums, start + t, tokens, 16 * tile)
 
 
 @device
@@ -247,14 +255,7 @@ def in_strips(a, tokens):
 
 
 @device
-def multiply_tile(a, tile, panel, count, units, sums):
-    """Multiply a tile by up to 16 tokens of a panel; `sums`: fp32 [count, 16]."""
-    ahead = a.ahead if count > _FEW else a.ahead_of_few
-    call_product(a.product, tile, panel, sums, units, width(count), ahead)
-
-
-@device
-def multiply_strips(a, tile, strip, panel, count, units, sums):
+def _multiply_strips(a, tile, strip, panel, count, units, sums):
     """Multiply a tile by the panels of a block, strip by strip; `sums`: fp32 [count, 16]."""
     for unit in range(0, units, STRIP):
         for t in range(0, count, 16):

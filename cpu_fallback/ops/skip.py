@@ -23,7 +23,7 @@ from cpu_fallback.lanes.isa import CURRENT
 from cpu_fallback.lanes.jit import Kernel, cgutils, device, i64, void
 from cpu_fallback.lanes.record import executes
 from cpu_fallback.ops.bind import BoundCall, share
-from cpu_fallback.ops.epilogue import expect, write_rows
+from cpu_fallback.ops.epilogue import write_rows
 from cpu_fallback.ops.linear import SHARES, Tiled, is_filled, multiply_tiles, panels_room, tiled
 from cpu_fallback.team.tape import Launch
 from cpu_fallback.tiles.columns import columns_of, interleaved, packed
@@ -267,7 +267,7 @@ def skip_columns(a, rank, size, scratch):
     """Multiply what few columns take; each thread has a range of panels or tiles."""
     if not _pays(a):
         first, last = share((a.N + 15) >> 4, rank, size)
-        multiply_tiles(a, scratch, first, last, expect, write_rows)
+        multiply_tiles(a, scratch, first, last)
         return
     first, last = share(a.panels, rank, size)
     if first == last:

@@ -100,7 +100,7 @@ KINDS = {
     "int4": Kind(_int4, 4, 1.0),
     "mxfp4": Kind(_scaled(_plain("e2m1")), 4, 1.0),
 }
-if CURRENT.f16c:
+if CURRENT.fma:
     KINDS |= {
         "f16": Kind(_plain("f16"), 16),
         "e4m3": Kind(_scaled(_plain("e4m3", _e4m3)), 8, 256.0, twice=_e4m3),
