@@ -28,6 +28,7 @@ names here, and what kernels call is wrapped: Numba asks a value that it does no
 `_numba_type_`, and only then the dispatcher or the intrinsic is made.
 """
 
+import ctypes
 import functools
 import itertools
 import logging
@@ -215,6 +216,12 @@ class Kernel:
         if not self._address:
             warm([self])
         return self._address
+
+    @functools.cached_property
+    def callable(self) -> Any:
+        """The machine code as a function of Python, which lets go of its lock."""
+        result = None if self.result is void else ctypes.c_int64
+        return ctypes.CFUNCTYPE(result, *[ctypes.c_int64] * self.params)(self.address)
 
     def load(self, code: bytes) -> None:
         """Put machine code into the memory of this process, for its lifetime."""

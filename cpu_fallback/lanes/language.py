@@ -198,7 +198,7 @@ _EXP = ("0x1.a0d2cep-13", "0x1.6e879cp-10", "0x1.1112fap-7", "0x1.555506p-5", "0
 _LOG2_E = float.fromhex("0x1.715476p+0")
 
 
-def _emit_polynomial(b: Any, x: Any, *coefficients: str) -> Any:
+def emit_polynomial(b: Any, x: Any, *coefficients: str) -> Any:
     """Emit a polynomial of fp32 in hexadecimal, by Horner's rule; the highest power is first."""
     value = constant(F32, float.fromhex(coefficients[0]))
     for coefficient in coefficients[1:]:
@@ -211,7 +211,7 @@ def _emit_fraction(b: Any, x: Any, n: Any) -> Any:
     # ln 2 in two parts; n * the first is exact, for its last 9 bits are zero.
     r = emit_fma(b, n, constant(F32, -0.693359375), x)
     r = emit_fma(b, n, constant(F32, float.fromhex("0x1.bd0106p-13")), r)
-    p = _emit_polynomial(b, r, *_EXP, "0x1p-1")
+    p = emit_polynomial(b, r, *_EXP, "0x1p-1")
     return b.fadd(emit_fma(b, p, b.fmul(r, r), r), constant(F32, 1.0))
 
 
@@ -277,7 +277,7 @@ def tanh(b, x):
     cube = b.fmul(square, x)
     odd = ("0x1.df2a3cp-27", "0x1.60c7b8p-16", "0x1.cd78fep-9", "0x1.1279ecp-3")
     even = ("0x1.ae5800p-21", "0x1.5cdb2cp-12", "0x1.a988c0p-6", "0x1.de9244p-2", "0x1p0")
-    p, q = _emit_polynomial(b, square, *odd), _emit_polynomial(b, square, *even)
+    p, q = emit_polynomial(b, square, *odd), emit_polynomial(b, square, *even)
     return b.fdiv(emit_fma(b, cube, p, x), q)
 
 

@@ -93,7 +93,7 @@ def number(value: Any) -> Any:
 
 def emit_at(b: Any, base: Any, index: Any, size: Any) -> Any:
     """Emit base + index * size."""
-    return b.add(base, b.mul(number(index), number(size)))
+    return b.add(number(base), b.mul(number(index), number(size)))
 
 
 def behind(b: Any, base: Any, nbytes: int) -> Any:
@@ -134,6 +134,14 @@ def shuffle(b: Any, x: Any, y: Any, lanes: Sequence[int]) -> Any:
 def pick(b: Any, vector: Any, lanes: Sequence[int]) -> Any:
     """Emit a shuffle: the lanes of one vector, in another order or number."""
     return shuffle(b, vector, ir.Constant(vector.type, ir.Undefined), lanes)
+
+
+def interleave(b: Any, x: Any, y: Any, half: int) -> Any:
+    """Emit the elements of two vectors in turn, of the first or second half of each 16 bytes."""
+    count, of_16 = x.type.count, 128 // x.type.element.width
+    starts = range(of_16 // 2 * half, count, of_16)
+    lanes = [lane for start in starts for lane in range(start, start + of_16 // 2)]
+    return shuffle(b, x, y, [side + lane for lane in lanes for side in (0, count)])
 
 
 def halve(b: Any, vector: Any, combine: Callable[[Any, Any], Any]) -> Any:

@@ -20,7 +20,7 @@ from cpu_fallback.lanes.jit import Kernel, device, i64, void
 from cpu_fallback.lanes.record import executes
 from cpu_fallback.ops.bind import BoundCall
 from cpu_fallback.ops.epilogue import activation_of, finish
-from cpu_fallback.ops.product import clear
+from cpu_fallback.ops.product import clear, totals
 from cpu_fallback.team.tape import Launch
 
 AHEAD = 6144
@@ -126,13 +126,6 @@ def tile_of(name: str, scaled: bool, rows: int, tokens: int) -> Any:
     return tile
 
 
-@v.op(void, i64, i64)
-def totals(b, acc, out):
-    """Write the sums of 16 accumulators."""
-    vectors = [v.emit_load(b, v.F32.llvm, b.add(acc, v.number(ACC * i))) for i in range(v.LANES)]
-    v.emit_store(b, v.emit_totals(b, vectors), out)
-
-
 TILES = {
     "f32": ("f32", False),
     "bf16": ("bf16", False),
@@ -163,6 +156,10 @@ class Blocks(NamedTuple):
     scales: int  # bf16, one for each row of each block; 0 if there are none
     line: int  # from one row of a block to the next
     activate: int  # address of the activation of the sums; 0 for none
+
+
+# Write the sums of 16 accumulators.
+_total = device(lambda acc, out: v.store_f32(out, totals(acc, acc + 8 * ACC)))
 
 
 @device
@@ -238,7 +235,7 @@ def _kernel(name: str, kind: str, scaled: bool) -> Kernel:
                         tile1x1(*args)
                         r += 1
             for r in range(0, wanted, v.LANES):
-                totals(scratch + ACC * r, scratch + _SUMS)
+                _total(scratch + ACC * r, scratch + _SUMS)
                 _write(a, scratch + _SUMS, row + r, min(v.LANES, wanted - r), start, np.int64(1))
             return
         r = np.int64(0)
@@ -260,7 +257,7 @@ def _kernel(name: str, kind: str, scaled: bool) -> Kernel:
                     tile1x4(*args)
                 else:
                     tile1x1(*args)
-                totals(scratch, scratch + _SUMS)
+                _total(scratch, scratch + _SUMS)
                 _write(a, scratch + _SUMS, row + r, min(rows, wanted - r), t, tokens)
                 t += tokens
             r += rows

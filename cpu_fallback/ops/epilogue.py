@@ -22,15 +22,6 @@ _STEEP = np.float32(2 * (2 / np.pi) ** 0.5)
 or_nan = device(lambda x: v.fma(x, v.zero(), x))  # Return x, NaN where it is infinite
 
 
-@device
-def _polynomial(x, coefficients):
-    """Return the value of a polynomial, its highest coefficient first."""
-    y = v.splat(coefficients[0])
-    for i in range(1, len(coefficients)):
-        y = v.fma(y, x, v.splat(coefficients[i]))
-    return y
-
-
 # Activations take a vector, and a vector of caps.
 # Return x / (1 + e^-x); below -88.72 that is 0.
 silu = device(lambda x, cap: v.div(x, v.add(v.splat(np.float32(1)), v.exp(v.neg(x)))))
@@ -44,20 +35,11 @@ def relu2(x, cap):
 
 
 # erfc(z) e^(z^2) / t as a polynomial in t = 1 / (1 + z / 2), z in 0 .. 9.3: least relative error.
-_ERFC = tuple(
-    np.float32(float.fromhex(c))
-    for c in (
-        "-0x1.e1aebap-5",
-        "0x1.220cfap-2",
-        "-0x1.f01314p-2",
-        "0x1.197f56p-2",
-        "-0x1.903c7ap-6",
-        "0x1.9d2ee2p-3",
-        "0x1.f25dcap-3",
-        "0x1.211e46p-2",
-        "0x1.20dbc4p-2",
-    )
+_ERFC = (
+    *("-0x1.e1aebap-5", "0x1.220cfap-2", "-0x1.f01314p-2", "0x1.197f56p-2", "-0x1.903c7ap-6"),
+    *("0x1.9d2ee2p-3", "0x1.f25dcap-3", "0x1.211e46p-2", "0x1.20dbc4p-2"),
 )
+_erfc = v.op(v.F32, v.F32)(lambda b, t: v.emit_polynomial(b, t, *_ERFC))
 
 
 @device
@@ -69,7 +51,7 @@ def gelu(x, cap):
     x = or_nan(x)
     one, z = v.splat(np.float32(1)), v.mul(v.absolute(x), v.splat(_ROOT_HALF))
     t = v.div(one, v.fma(v.splat(np.float32(0.5)), z, one))
-    erfc = v.mul(v.mul(_polynomial(t, _ERFC), t), v.exp_falling(v.neg(v.mul(z, z))))
+    erfc = v.mul(v.mul(_erfc(t), t), v.exp_falling(v.neg(v.mul(z, z))))
     erfc = v.select(v.lt(x, v.zero()), erfc, v.sub(v.splat(np.float32(2)), erfc))
     return v.mul(v.mul(x, v.splat(np.float32(0.5))), erfc)
 

@@ -209,7 +209,7 @@ def _accumulate(w, count, tokens, k0, k, xs, acc, later, stride, size):
 
 
 @v.op(v.F32, i64, i64)
-def _sums(b, first, second):
+def totals(b, first, second):
     """Return what `hsum` gives of each of 8 accumulators here and 8 there."""
     at = [b.add(a, v.number(_VECTOR * r)) for a in (first, second) for r in range(ROWS)]
     return v.emit_totals(b, [v.emit_load(b, v.F32.llvm, each) for each in at])
@@ -220,7 +220,7 @@ def finish(acc, sums, tokens):
     """End a product of up to ROWS rows: write the sums of the accumulators."""
     each = _VECTOR * ROWS
     for t in range(0, tokens, 2):
-        total = _sums(acc + each * t, acc + each * min(t + 1, tokens - 1))
+        total = totals(acc + each * t, acc + each * min(t + 1, tokens - 1))
         v.store_f32(sums + 4 * t * ROWS, total)
 
 

@@ -135,12 +135,10 @@ class Lines:
 
     def line(self, index: int, further: int = 0) -> Any:
         """Emit the load of a line; in the second half, of the one `further` lines on."""
-        b = self.b
-        at = b.add(self._at, v.number(LINE * index))
+        at = v.behind(self.b, self._at, LINE * index)
         if further:
-            half = v.number(self.half) if isinstance(self.half, int) else self.half
-            at = b.add(at, b.mul(half, v.number(LINE * further)))
-        return v.emit_load(b, v.BYTES.llvm, at)
+            at = v.emit_at(self.b, at, self.half, LINE * further)
+        return v.emit_load(self.b, v.BYTES.llvm, at)
 
     def dwords(self, index: int) -> Any:
         """Emit the load of a line as int32 [16]."""

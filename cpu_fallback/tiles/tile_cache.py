@@ -154,15 +154,15 @@ _CHUNK = 4 << 20
 _given_up: set[Path] = set()  # Directories that this process does not use any more
 
 
+@dataclass(frozen=True)
 class TileCache:
     """Packed tensors by the hash of what they were packed from; `limit` is bytes of all files.
 
     A cache that cannot be read or written, or that others can write, costs time and never a result.
     """
 
-    def __init__(self, root: Path, limit: int) -> None:
-        self.root = root
-        self.limit = limit
+    root: Path
+    limit: int
 
     @property
     def directory(self) -> Path:
