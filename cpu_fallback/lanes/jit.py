@@ -21,11 +21,10 @@ $XDG_CACHE_HOME/clocher or ~/.cache/clocher, and is used only where no other use
 hash of itself against torn writes. Numba's own cache is not used: processes that fill it at once
 crash (numba issue 4807), and it does not see edits in inlined callees.
 
-Numba, loaded when the first kernel has to be compiled: its import takes 0.1 s of a start.
-
-A process whose kernels all come from the cache needs no more than LLVM's linker. So types are
-names here, and what kernels call is wrapped: Numba asks a value that it does not know for its
-`_numba_type_`, and only then the dispatcher or the intrinsic is made.
+A process whose kernels all come from the cache needs no more than LLVM's linker, and importing
+Numba would take 0.1 s of its start. So types are names here, and what kernels call is wrapped:
+Numba asks a value that it does not know for its `_numba_type_`, and only then the dispatcher or the
+intrinsic is made.
 """
 
 import ctypes

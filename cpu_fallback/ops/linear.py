@@ -18,7 +18,6 @@ from cpu_fallback.ops.stream import FEW, Stored, stored
 from cpu_fallback.team.tape import EPOCH, Launch
 from cpu_fallback.tiles import panels
 from cpu_fallback.tiles.emitter import STRIP
-from cpu_fallback.tiles.layout import BlockLayout, Layout
 from cpu_fallback.tiles.multiply import begin_tiles, end_tiles
 from cpu_fallback.tiles.panels import BEHIND, Form, fill_token, width
 from cpu_fallback.tiles.tile_pack import Tiles, tiles_of
@@ -88,23 +87,6 @@ class Tiled(NamedTuple):
     strip_bytes: int  # of a strip
 
 
-def panel_sizes(
-    layout: Layout | BlockLayout, group: int, k: int, most: int, strips: bool
-) -> tuple[int, int, int]:
-    """Return tokens per block, tokens whose panels are kept, and the bytes of a panel per token.
-
-    `most` is the tokens or pairs of a step, at capacity; `strips`: whether tiles are decoded.
-    Raises ShapeError for a K whose sums might not fit in int32.
-    """
-    if k > _LONGEST:
-        raise ShapeError(f"K = {k}; the integer products take at most {_LONGEST} columns")
-    per_token = panels.panel_bytes(layout, group, k)
-    room = _MORE_BYTES if strips else _PANELS_BYTES
-    block = max(16, min(_MOST_TOKENS, room // per_token // 16 * 16))
-    kept = max(block, min(-(-most // 16) * 16, _KEPT_BYTES // per_token // block * block))
-    return block, kept, per_token
-
-
 def has_codes(call: BoundCall) -> bool:
     """Return whether the activations of a call are int8 codes, with scales. Raises ShapeError."""
     codes, scaled = call.array("x").dtype == np.int8, call.has("x_scale")
@@ -119,14 +101,20 @@ def has_codes(call: BoundCall) -> bool:
 def tiled(call: BoundCall, columns: str, most: int) -> tuple[Tiled, Tiles]:
     """Return what a kernel needs to multiply int8 activations by a weight in tiles, and the tiles.
 
-    `columns` is the letter of a row of activations, `most` the tokens or pairs of a step.
+    `columns` is the letter of a row of activations, `most` the tokens or pairs of a step, at
+    capacity. Raises ShapeError for a K whose sums might not fit in int32.
     """
     group, k = check_groups(call, columns), call.dim(columns)
     tiles = tiles_of(call.spec.name, call.tensor("w"))
     params = {param.name for param in call.spec.params}
     least = strip_tokens(tiles.layout, group)
     strips = 0 < least <= most
-    block, kept, per_token = panel_sizes(tiles.layout, group, k, most, strips)
+    if k > _LONGEST:
+        raise ShapeError(f"K = {k}; the integer products take at most {_LONGEST} columns")
+    per_token = panels.panel_bytes(tiles.layout, group, k)
+    room = _MORE_BYTES if strips else _PANELS_BYTES
+    block = max(16, min(_MOST_TOKENS, room // per_token // 16 * 16))
+    kept = max(block, min(-(-most // 16) * 16, _KEPT_BYTES // per_token // block * block))
     return Tiled(
         product=product_of(tiles.layout, group),
         tiles=int(tiles.data.ctypes.data),

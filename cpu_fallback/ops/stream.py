@@ -124,9 +124,7 @@ _LINE = 64
 _SIDE_BITS = 32  # of a column of the rows that lie side by side: one of fp32, four of bytes
 _LINES = 4  # cache lines that a turn of the loop takes from the rows of a tile, all in all
 _TWO = min(2, WIDE)
-_RUNS = product.PANEL_BYTES // (
-    8 * product.ROWS
-)  # of columns with a scale; scales and zeros fit in the panel
+_RUNS = product.PANEL_BYTES // 8 // product.ROWS  # with scales: these and zeros fill the panel
 _ROW = 4 * _RUNS  # bytes from the scales of a row to those of the next
 _ZEROS = product.PANEL_BYTES // 2  # from a scale to its zero point
 
