@@ -22,7 +22,6 @@ from clocher_kernels.quant_tensor import LatePlanes, QuantTensor
 from cpu_fallback.lanes import jit
 from cpu_fallback.lanes.isa import CURRENT
 from cpu_fallback.lanes.jit import Kernel, Progress
-from cpu_fallback.ops import attention, elementwise, kv, linear, quantize, sampling
 from cpu_fallback.ops.bind import BoundCall, Lower
 from cpu_fallback.team import large_pages, tape
 from cpu_fallback.team.placement import Asked, Hints, call_on, hot_weights, replicate
@@ -84,13 +83,12 @@ def in_large_pages(tensor: QuantTensor) -> QuantTensor:
     They are copied once, shared by all Plans, and kept as long as the originals live, whose pages
     are given back.
     """
-    return replace(tensor, planes={name: _copied(p) for name, p in tensor.planes.items()})
-
-
-def _copied(array: np.ndarray) -> np.ndarray:
-    if not _is_worth_it(array):
-        return array
-    return _copies.of(array, "copy weights", partial(_copy, array))
+    copies = {
+        name: _copies.of(array, "copy weights", partial(_copy, array))
+        for name, array in tensor.planes.items()
+        if _is_worth_it(array)
+    }
+    return replace(tensor, planes={**tensor.planes, **copies})
 
 
 def _copy(array: np.ndarray) -> np.ndarray:
@@ -106,28 +104,23 @@ def _is_worth_it(array: np.ndarray) -> bool:
 
 
 _MANY_BYTES = 512 << 20
-_USUAL = (attention, elementwise, kv, linear, quantize, sampling)
-
-
-_RARE = {
+_OPS = {
+    "attention": "attention",
     "bsr": "bsr_linear",
+    "elementwise": "rms_norm gather_rows hadamard rope join_heads",
+    "kv": "kv_append",
+    "linear": "linear embed",
+    "moe": "route moe_gate_up moe_down",
+    "quantize": "quantize fake_quantize drop_small",
+    "sampling": "sample advance",
     "selection": "page_bounds select_pages",
     "skip": "skip_linear",
-    "moe": "route moe_gate_up moe_down",
 }
-"""Modules of ops that few models have; they are loaded when one is bound."""
-
-
-def _lower_rare(module: str, call: BoundCall) -> Sequence[Launch]:
-    table: Mapping[str, Lower] = resolve_name(f"cpu_fallback.ops.{module}:LOWER")
-    return table[call.spec.name](call)
-
-
-LOWER: Mapping[str, Kernel | Lower] = {
-    **{name: lower for module in _USUAL for name, lower in module.LOWER.items()},
-    **{n: partial(_lower_rare, module) for module, ops in _RARE.items() for n in ops.split()},
+LOWER = {
+    op: f"cpu_fallback.ops.{module}:LOWER" for module, ops in _OPS.items() for op in ops.split()
 }
-"""Op name -> its kernel, or a function from a bound call to its launches."""
+"""Op name -> the table that has its kernel, or the function from a bound call to its launches; the
+table's module is loaded when an op of it is bound."""
 
 
 class CpuExecutor(Executor):
@@ -281,7 +274,7 @@ class CpuExecutor(Executor):
                 values[weight] = in_large_pages(values[weight])
             queued = here.queued if here else 0
             bound = BoundCall(OPS[call.op], call, values, self.plan.buffers, self._asked)
-            lower = LOWER[call.op]
+            lower: Kernel | Lower = resolve_name(LOWER[call.op])[call.op]
             launches += [bound.launch(lower)] if isinstance(lower, Kernel) else lower(bound)
             self._calls += [index] * (len(launches) - len(self._calls))
             made = sum(left.pop(name, 0) for name in matrices(call))
@@ -312,15 +305,11 @@ def _allocate(buffer: Buffer) -> np.ndarray:
     storage = STORAGE[buffer.dtype]
     nbytes = math.prod(buffer.shape) * storage.itemsize
     # A step reads a cache like weights: from end to end. Small pages would cost it a third.
-    if buffer.role != "state" or nbytes < large_pages.HUGE:
-        made = aligned(nbytes)
-    else:  # the first token touches all of a small one
-        made = (
-            large_pages.fetched(nbytes)
-            if nbytes <= 2 * large_pages.HUGE
-            else large_pages.allocate(nbytes)
-        )
-    return made.view(storage).reshape(buffer.shape)
+    make = aligned
+    if buffer.role == "state" and nbytes >= large_pages.HUGE:  # the first token touches all of
+        is_small = nbytes <= 2 * large_pages.HUGE  # a small one
+        make = large_pages.fetched if is_small else large_pages.allocate
+    return make(nbytes).view(storage).reshape(buffer.shape)
 
 
 def _kernels(launches: list[Launch]) -> Iterator[Kernel]:

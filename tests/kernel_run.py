@@ -1,6 +1,5 @@
 """Compile a test's own kernel and call it, in a cache of the test's own."""
 
-import ctypes
 import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,4 +26,4 @@ def compiled(function: Callable[..., None]) -> Callable[..., None]:
     """Return a C function of the int64 parameters of a kernel function."""
     kernel = Kernel(function)
     kernel.name += f"_{next(_numbers)}"  # closures of one function are different kernels
-    return ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * kernel.params)(kernel.address)
+    return kernel.callable

@@ -1,6 +1,5 @@
 """Attention and KV cache kernels of the CPU beyond the op table's cases."""
 
-import ctypes
 from dataclasses import replace
 
 import numpy as np
@@ -403,7 +402,7 @@ def test_what_is_scored_beside_the_cells_of_a_block_is_zero(begin: int, end: int
     """Scratch memory may hold denormal numbers: eight tokens took eight times as long."""
     memory = np.full(64 * 32 + 16, np.float32(1e-40))
     panel = memory[-memory.ctypes.data % 64 // 4 :][: 64 * 32].reshape(64, 32)
-    function = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 4)(Kernel(cleared).address)
+    function = Kernel(cleared).callable
     function(panel.ctypes.data, 4 * 32, begin, end)
     cell = np.arange(64)
     scored = (cell >= begin // 16 * 16) & (cell < -(-end // 16) * 16)

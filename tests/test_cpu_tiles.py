@@ -21,11 +21,20 @@ from clocher_kernels.ops.rewrite import takes_int8
 from clocher_kernels.plan import Buffer, Call, Plan
 from clocher_kernels.quant_tensor import QuantTensor
 from cpu_fallback.executor import CpuExecutor
-from cpu_fallback.ops.decode_ggml import blocks_of
+from cpu_fallback.ops.decode import blocks_of
 from cpu_fallback.team.large_pages import allocate
 from cpu_fallback.team.placement import Hints
 from cpu_fallback.tiles import tile_pack
-from cpu_fallback.tiles.layout import LINE, ROWS, SIGNED, UNIT, BlockLayout, Layout, layout_of
+from cpu_fallback.tiles.layout import (
+    LINE,
+    ROWS,
+    SIGNED,
+    UNIT,
+    BlockLayout,
+    Layout,
+    layout_of,
+    nbytes_of,
+)
 
 
 def _rng(name: str) -> np.random.Generator:
@@ -114,7 +123,7 @@ def test_what_the_bytes_of_a_tile_mean(name: str, n: int, k: int) -> None:
     layout = layout_of("test", tensor.format)
     assert isinstance(layout, Layout)
     tiles = tile_pack.pack(layout, tensor)
-    assert tiles.data.nbytes == layout.nbytes(tensor.shape) == 64 * (tiles.data.nbytes // 64)
+    assert tiles.data.nbytes == nbytes_of(layout, tensor.shape) == 64 * (tiles.data.nbytes // 64)
     assert tiles.data.ctypes.data % LINE == 0
     rows = [_unpack(layout, tile, k) for tile in tiles.data.reshape(-1, tiles.tile_bytes)]
     values = np.concatenate(rows)[:n]
@@ -129,7 +138,7 @@ def test_tiles_of_blocks_are_the_dwords_of_the_file(name: str, n: int, k: int) -
     tensor = _tensor(name, n, k)
     layout = layout_of("test", tensor.format)
     tiles = tile_pack.pack(layout, tensor)
-    assert tiles.data.nbytes == layout.nbytes(tensor.shape)
+    assert tiles.data.nbytes == nbytes_of(layout, tensor.shape)
     lines = tiles.data.reshape(-1, k // 256, tiles.tile_bytes // (k // 256) // LINE, ROWS, 4)
     assert isinstance(layout, BlockLayout)
     assert sorted(layout.order) == list(range(lines.shape[2]))

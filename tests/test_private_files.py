@@ -273,7 +273,7 @@ from cpu_fallback.lanes import jit
 from cpu_fallback.ops import linear
 wanted = [linear.embed]
 code = jit._compile(linear.embed)
-jit._Linker.get()
+jit._linker()
 resource.setrlimit(resource.RLIMIT_DATA, (1 << 20, 1 << 20))
 try:
     linear.embed.load(code)

@@ -44,12 +44,7 @@ class Isa:
 
     @property
     def fma(self) -> bool:
-        """Whether fused multiply-add is an instruction."""
-        return bool(self.needs)
-
-    @property
-    def f16c(self) -> bool:
-        """Whether fp16 <-> fp32 conversion is an instruction."""
+        """Whether fused multiply-add and fp16 <-> fp32 conversion are instructions."""
         return bool(self.needs)
 
     @property

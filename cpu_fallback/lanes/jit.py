@@ -21,14 +21,15 @@ $XDG_CACHE_HOME/clocher or ~/.cache/clocher, and is used only where no other use
 hash of itself against torn writes. Numba's own cache is not used: processes that fill it at once
 crash (numba issue 4807), and it does not see edits in inlined callees.
 
-Numba, loaded when the first kernel has to be compiled: its import takes 0.1 s of a start.
-
-A process whose kernels all come from the cache needs no more than LLVM's linker. So types are
-names here, and what kernels call is wrapped: Numba asks a value that it does not know for its
-`_numba_type_`, and only then the dispatcher or the intrinsic is made.
+A process whose kernels all come from the cache needs no more than LLVM's linker, and importing
+Numba would take 0.1 s of its start. So types are names here, and what kernels call is wrapped:
+Numba asks a value that it does not know for its `_numba_type_`, and only then the dispatcher or the
+intrinsic is made.
 """
 
+import ctypes
 import functools
+import itertools
 import logging
 import mmap
 import threading
@@ -215,9 +216,24 @@ class Kernel:
             warm([self])
         return self._address
 
+    @functools.cached_property
+    def callable(self) -> Any:
+        """The machine code as a function of Python, which lets go of its lock."""
+        result = None if self.result is void else ctypes.c_int64
+        return ctypes.CFUNCTYPE(result, *[ctypes.c_int64] * self.params)(self.address)
+
     def load(self, code: bytes) -> None:
-        """Put machine code into memory."""
-        self._address = _Linker.get().link(code, _symbol(self))
+        """Put machine code into the memory of this process, for its lifetime."""
+        symbol = _symbol(self)
+        try:
+            # Without memory for it LLVM would end the process.
+            mmap.mmap(-1, _LINK_BYTES + 4 * len(code), mmap.MAP_PRIVATE).close()
+        except OSError as error:
+            raise MemoryError(f"machine code of {symbol}: {error.strerror}; free memory") from None
+        library = llvm.JITLibraryBuilder().add_object_img(code).add_current_process()
+        tracker = library.export_symbol(symbol).link(_linker(), f"{symbol}.{next(_numbers)}")
+        self._address = int(tracker[symbol])
+        tracker.detach()  # whose end would free the code, which threads may run until they end
 
     def __repr__(self) -> str:
         return f"<kernel {self.name}>"
@@ -229,33 +245,26 @@ def warm(kernels: Iterable[Kernel], progress: Progress | None = None) -> None:
     `progress` is called with (done, total) before the first compilation and after each.
     """
     with _one_thread:
-        _warm([k for k in dict.fromkeys(kernels) if not k.ready], progress)
-
-
-def _warm(wanted: list[Kernel], progress: Progress | None) -> None:
-    cache = ObjectCache.get()
-    missing = []
-    for k in wanted:
-        code = cache.read(k.name)
-        if code is None:
-            missing.append(k)
-        else:
+        cache, missing = ObjectCache.get(), []
+        for k in dict.fromkeys(kernels):
+            if not k.ready and (code := cache.read(k.name)) is not None:
+                k.load(code)
+            if not k.ready:
+                missing.append(k)
+        if missing:
+            refuse_in_window(f"compile the kernel {missing[0].name}")
+        for done, k in enumerate(missing):
+            if progress:
+                progress(done, len(missing))
+            with cache.locked():
+                # Another process may have compiled it while this one waited for the lock.
+                code = cache.read(k.name)
+                if code is None:
+                    code = _compile(k)
+                    cache.write(k.name, code)
             k.load(code)
-    if not missing:
-        return
-    refuse_in_window(f"compile the kernel {missing[0].name}")
-    if progress:
-        progress(0, len(missing))
-    for done, k in enumerate(missing, 1):
-        with cache.locked():
-            # Another process may have compiled it while this one waited for the lock.
-            code = cache.read(k.name)
-            if code is None:
-                code = _compile(k)
-                cache.write(k.name, code)
-        k.load(code)
-        if progress:
-            progress(done, len(missing))
+        if missing and progress:
+            progress(len(missing), len(missing))
 
 
 def assembly(k: Kernel) -> str:
@@ -332,32 +341,14 @@ def _machine() -> llvm.TargetMachine:
     )
 
 
-class _Linker:
-    """What puts machine code into the memory of this process, for its lifetime.
+_numbers = itertools.count()  # of libraries: their names must differ
 
-    LLVM's JITLink: the sections of an object lie together, so that 32-bit distances between them
-    fit. MCJIT maps each section where the system likes; between gigabytes of models these places
-    may be farther apart, and then it ends the process.
+
+@functools.cache
+def _linker() -> Any:
+    """Return LLVM's JITLink, by which the sections of an object lie together in memory.
+
+    So 32-bit distances between them fit. MCJIT maps each section where the system likes; between
+    gigabytes of models these places may be farther apart, and then it ends the process.
     """
-
-    def __init__(self) -> None:
-        self._jit = llvm.create_lljit_compiler(_machine(), use_jit_link=True)
-        self._linked = 0
-
-    @classmethod
-    @functools.cache
-    def get(cls) -> "_Linker":
-        return cls()
-
-    def link(self, code: bytes, symbol: str) -> int:
-        try:
-            # Without memory for it LLVM would end the process.
-            mmap.mmap(-1, _LINK_BYTES + 4 * len(code), mmap.MAP_PRIVATE).close()
-        except OSError as error:
-            raise MemoryError(f"machine code of {symbol}: {error.strerror}; free memory") from None
-        self._linked += 1
-        library = llvm.JITLibraryBuilder().add_object_img(code).add_current_process()
-        tracker = library.export_symbol(symbol).link(self._jit, f"{symbol}.{self._linked}")
-        address = int(tracker[symbol])
-        tracker.detach()  # whose end would free the code, which threads may run until they end
-        return address
+    return llvm.create_lljit_compiler(_machine(), use_jit_link=True)

@@ -57,7 +57,7 @@ def _bf16(b: Any, codes: Any) -> Any:
     return b.bitcast(b.shl(b.zext(codes, I32.llvm), constant(I32, 16)), F32.llvm)
 
 
-def emit_half(b: Any, codes: Any, by_bits: bool = not CURRENT.f16c) -> Any:
+def emit_half(b: Any, codes: Any, by_bits: bool = not CURRENT.fma) -> Any:
     """Emit fp32 of fp16, i16 [n], of 16 if by bits."""
     if not by_bits:
         count = codes.type.count
@@ -189,7 +189,7 @@ to_e4m3 = device(lambda x: _narrow(x, 20, 120, 0x43E00000, 0x7F, 7))
 to_e5m2 = device(lambda x: _narrow(x, 21, 112, 0x47600000, 0x7F, 7))
 to_f16_bits = device(lambda x: _narrow(x, 13, 112, 143 << 23, 0x7E00, 15))
 _to_f16 = op(I32, F32)(lambda b, x: b.zext(b.bitcast(b.fptrunc(x, HALF), _U16), I32.llvm))
-to_f16 = _to_f16 if CURRENT.f16c else to_f16_bits  # Convert fp32 to fp16 codes
+to_f16 = _to_f16 if CURRENT.fma else to_f16_bits  # Convert fp32 to fp16 codes
 
 
 F64 = VecT(DOUBLE, LANES)
@@ -198,7 +198,7 @@ _EXP = ("0x1.a0d2cep-13", "0x1.6e879cp-10", "0x1.1112fap-7", "0x1.555506p-5", "0
 _LOG2_E = float.fromhex("0x1.715476p+0")
 
 
-def _emit_polynomial(b: Any, x: Any, *coefficients: str) -> Any:
+def emit_polynomial(b: Any, x: Any, *coefficients: str) -> Any:
     """Emit a polynomial of fp32 in hexadecimal, by Horner's rule; the highest power is first."""
     value = constant(F32, float.fromhex(coefficients[0]))
     for coefficient in coefficients[1:]:
@@ -206,12 +206,21 @@ def _emit_polynomial(b: Any, x: Any, *coefficients: str) -> Any:
     return value
 
 
+def _emit_fraction(b: Any, x: Any, n: Any) -> Any:
+    """Emit e^r of x = n ln 2 + r by a polynomial of degree 6."""
+    # ln 2 in two parts; n * the first is exact, for its last 9 bits are zero.
+    r = emit_fma(b, n, constant(F32, -0.693359375), x)
+    r = emit_fma(b, n, constant(F32, float.fromhex("0x1.bd0106p-13")), r)
+    p = emit_polynomial(b, r, *_EXP, "0x1p-1")
+    return b.fadd(emit_fma(b, p, b.fmul(r, r), r), constant(F32, 1.0))
+
+
 @op(F32, F32)
 def exp(b, x):
     """Return e^x within 2 units in the last place (3 on generic).
 
-    x = n ln 2 + r with |r| <= ln 2 / 2, and e^r by a polynomial of degree 6. Below -87.33, where
-    the result would be subnormal, it is 0; above 88.72 infinity; NaN stays NaN.
+    x = n ln 2 + r with |r| <= ln 2 / 2. Below -87.33, where the result would be subnormal, it is 0;
+    above 88.72 infinity; NaN stays NaN.
 
     Source: the range reduction and coefficients of Cephes `expf`.
     """
@@ -220,11 +229,7 @@ def exp(b, x):
     nan = b.fcmp_unordered("uno", x, x)
     inside = b.select(b.or_(b.or_(under, over), nan), constant(F32, 0.0), x)
     n = emit_rint(b, b.fmul(inside, constant(F32, _LOG2_E)))
-    # ln 2 in two parts; n * the first is exact, for its last 9 bits are zero.
-    r = emit_fma(b, b.fneg(n), constant(F32, 0.693359375), inside)
-    r = emit_fma(b, b.fneg(n), constant(F32, float.fromhex("-0x1.bd0106p-13")), r)
-    p = _emit_polynomial(b, r, *_EXP, "0x1p-1")
-    y = b.fadd(emit_fma(b, p, b.fmul(r, r), r), constant(F32, 1.0))
+    y = _emit_fraction(b, inside, n)
     # Scaled in two halves: n may be 128, and 2^128 is not a number.
     whole = b.fptosi(n, I32.llvm)
     half = b.ashr(whole, constant(I32, 1))
@@ -247,10 +252,7 @@ def exp_falling(b, x):
     magic = constant(F32, 12582912.0)
     shifted = emit_fma(b, x, constant(F32, _LOG2_E), magic)
     n = b.fsub(shifted, magic)
-    r = emit_fma(b, n, constant(F32, -0.693359375), x)
-    r = emit_fma(b, n, constant(F32, float.fromhex("0x1.bd0106p-13")), r)
-    p = _emit_polynomial(b, r, *_EXP, "0x1p-1")
-    y = b.fadd(emit_fma(b, p, b.fmul(r, r), r), constant(F32, 1.0))
+    y = _emit_fraction(b, x, n)
     power = b.add(b.shl(b.bitcast(shifted, I32.llvm), constant(I32, 23)), constant(I32, 127 << 23))
     return b.select(under, constant(F32, 0.0), b.fmul(y, b.bitcast(power, F32.llvm)))
 
@@ -275,7 +277,7 @@ def tanh(b, x):
     cube = b.fmul(square, x)
     odd = ("0x1.df2a3cp-27", "0x1.60c7b8p-16", "0x1.cd78fep-9", "0x1.1279ecp-3")
     even = ("0x1.ae5800p-21", "0x1.5cdb2cp-12", "0x1.a988c0p-6", "0x1.de9244p-2", "0x1p0")
-    p, q = _emit_polynomial(b, square, *odd), _emit_polynomial(b, square, *even)
+    p, q = emit_polynomial(b, square, *odd), emit_polynomial(b, square, *even)
     return b.fdiv(emit_fma(b, cube, p, x), q)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 from llvmlite import ir
 
 from cpu_fallback.lanes.isa import CURRENT
-from cpu_fallback.lanes.jit import VecT, cgutils, device, f32, i64, void
+from cpu_fallback.lanes.jit import VecT, device, f32, i64, void
 from cpu_fallback.lanes.simd import *
 
 
@@ -64,8 +64,7 @@ def emit_load_n(b: Any, kind: ir.VectorType, address: Any, count: Any) -> Any:
         name, align, mask = masked
         pointer = b.inttoptr(address, kind.as_pointer())
         return call(b, name, kind, pointer, align, mask, nothing)
-    slot = cgutils.alloca_once(b, kind)
-    b.store(nothing, slot)
+    (slot,) = variables(b, [nothing])
     _copy(b, slot, b.inttoptr(address, INT8.as_pointer()), kind, count)
     return b.load(slot)
 
@@ -77,8 +76,7 @@ def emit_store_n(b: Any, value: Any, address: Any, count: Any) -> None:
         pointer = b.inttoptr(address, value.type.as_pointer())
         call(b, name, VOID, value, pointer, align, mask)
         return
-    slot = cgutils.alloca_once(b, value.type)
-    b.store(value, slot)
+    (slot,) = variables(b, [value])
     _copy(b, b.inttoptr(address, INT8.as_pointer()), slot, value.type, count)
 
 

@@ -21,6 +21,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import BinaryIO
 
 import llvmlite
 
@@ -79,6 +80,23 @@ def locked(path: Path, seconds: float = WAIT_SECONDS) -> Iterator[None]:
         yield
     finally:
         os.close(lock)
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """Write a file that takes the place of another at the end, or vanishes. Raises OSError."""
+    temporary = path.parent / f".{path.stem}.{os.getpid()}"
+    try:
+        temporary.unlink(missing_ok=True)  # of another process that had this number
+        with open(open_private(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+            temporary.replace(path)
+    except OSError:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
 
 
 def _wait(lock: int, path: Path, seconds: float) -> None:
@@ -167,26 +185,19 @@ class ObjectCache:
 
     def write(self, name: str, code: bytes) -> None:
         """Store the object file of a kernel; a full disk costs the next process a compilation."""
-        directory = self._checked(create=True) if self._writable else None
+        directory = self._checked(create=True)
         if directory is None:
             return
-        temporary = directory / f".{name}.{os.getpid()}"
         try:
-            temporary.unlink(missing_ok=True)  # of another process that had this number
-            with open(open_private(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
+            with replacing(directory / f"{name}.o") as file:
                 file.write(hashlib.sha256(code).digest() + code)
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(directory / f"{name}.o")
         except OSError as error:
-            with suppress(OSError):
-                temporary.unlink(missing_ok=True)
             self._give_up(error)
 
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Keep other processes from compiling for the same cache, as far as they can be."""
-        directory = self._checked(create=True) if self._writable else None
+        directory = self._checked(create=True)
         with ExitStack() as held:
             if directory is not None:
                 try:
@@ -197,7 +208,7 @@ class ObjectCache:
 
     def _checked(self, create: bool) -> Path | None:
         """Return the real path of the directory; None if it is not there, or not private."""
-        if self.directory is None or not self._readable:
+        if self.directory is None or not (self._writable if create else self._readable):
             return None
         if self._real is not None and not create:
             return self._real

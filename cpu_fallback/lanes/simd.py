@@ -19,7 +19,7 @@ Conventions:
 """
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from llvmlite import ir
@@ -50,7 +50,8 @@ def op(result: Kind, *params: Kind) -> Callable[[Callable[..., Any]], Any]:
 
             return numba_type(result)(*map(numba_type, params)), generate
 
-        return intrinsic(typing, emit.__name__, [f"p{i}" for i in range(len(params))])
+        name = getattr(emit, "__name__", "emitted")  # a partial has none
+        return intrinsic(typing, name, [f"p{i}" for i in range(len(params))])
 
     return decorate
 
@@ -85,19 +86,29 @@ def caller(params: int) -> Any:
     return op(void, *[i64] * (params + 1))(call_kernel)
 
 
-def number(value: int) -> ir.Constant:
-    """Return a constant int64."""
-    return ir.Constant(INT64, value)
+def number(value: Any) -> Any:
+    """Return a constant int64; what is a value of LLVM already is returned as it is."""
+    return ir.Constant(INT64, value) if isinstance(value, int) else value
 
 
 def emit_at(b: Any, base: Any, index: Any, size: Any) -> Any:
     """Emit base + index * size."""
-    return b.add(base, b.mul(index, number(size) if isinstance(size, int) else size))
+    return b.add(number(base), b.mul(number(index), number(size)))
 
 
 def behind(b: Any, base: Any, nbytes: int) -> Any:
     """Emit base + nbytes."""
     return b.add(base, number(nbytes))
+
+
+def loop(b: Any, start: Any, stop: Any, step: Any) -> Any:
+    """Return the context that emits a loop over int64, and yields (index, count)."""
+    return cgutils.for_range_slice(b, number(start), number(stop), number(step), INT64)
+
+
+def variables(b: Any, values: Iterable[Any]) -> list[Any]:
+    """Emit variables that have these values."""
+    return [cgutils.alloca_once_value(b, value) for value in values]
 
 
 def constant(kind: VecT | ir.VectorType, values: Any) -> ir.Constant:
@@ -123,6 +134,14 @@ def shuffle(b: Any, x: Any, y: Any, lanes: Sequence[int]) -> Any:
 def pick(b: Any, vector: Any, lanes: Sequence[int]) -> Any:
     """Emit a shuffle: the lanes of one vector, in another order or number."""
     return shuffle(b, vector, ir.Constant(vector.type, ir.Undefined), lanes)
+
+
+def interleave(b: Any, x: Any, y: Any, half: int) -> Any:
+    """Emit the elements of two vectors in turn, of the first or second half of each 16 bytes."""
+    count, of_16 = x.type.count, 128 // x.type.element.width
+    starts = range(of_16 // 2 * half, count, of_16)
+    lanes = [lane for start in starts for lane in range(start, start + of_16 // 2)]
+    return shuffle(b, x, y, [side + lane for lane in lanes for side in (0, count)])
 
 
 def halve(b: Any, vector: Any, combine: Callable[[Any, Any], Any]) -> Any:
@@ -240,6 +259,8 @@ to_f32 = op(F32, I32)(lambda b, x: b.sitofp(x, F32.llvm))  # to nearest even
 to_i32 = op(I32, F32)(lambda b, x: b.fptosi(x, I32.llvm))  # towards zero; must fit
 bits_f32 = op(F32, I32)(lambda b, x: b.bitcast(x, F32.llvm))
 bits_i32 = op(I32, F32)(lambda b, x: b.bitcast(x, I32.llvm))
+bits_of = op(i64, f32)(lambda b, x: b.sext(b.bitcast(x, INT32), INT64))  # of one number
+float_of = op(f32, i64)(lambda b, bits: b.bitcast(b.trunc(bits, INT32), FLOAT))
 
 
 @op(F32, F32)
@@ -272,9 +293,9 @@ def join(b: Any, parts: Sequence[Any]) -> Any:
     return parts[0]
 
 
-def each_quarter(b: Any, emit: Callable[..., Any], *vectors: Any) -> Any:
-    """Emit something for each register of some vectors, joined."""
-    parts = zip(*(pieces(b, vector, 4) for vector in vectors), strict=True)
+def by_pieces(b: Any, count: int, emit: Callable[..., Any], *vectors: Any) -> Any:
+    """Emit something for each of so many pieces of some vectors, joined."""
+    parts = zip(*(pieces(b, vector, count) for vector in vectors), strict=True)
     return join(b, [emit(*part) for part in parts])
 
 
@@ -284,8 +305,8 @@ def _neon_lookup(b: Any, table: Any, index: Any) -> Any:
     places = b.bitcast(b.add(spread, constant(I32, 0x03020100)), BYTES.llvm)
     entries = pieces(b, b.bitcast(table, BYTES.llvm), 4)
     name = "llvm.aarch64.neon.tbl4.v16i8"
-    found = each_quarter(
-        b, lambda part: call(b, name, ir.VectorType(INT8, 16), *entries, part), places
+    found = by_pieces(
+        b, 4, lambda part: call(b, name, ir.VectorType(INT8, 16), *entries, part), places
     )
     return b.bitcast(found, F32.llvm)
 
@@ -306,8 +327,7 @@ def emit_lookup(b: Any, table: Any, index: Any) -> Any:
         return shuffle(b, *halves, range(LANES))
     if CURRENT.neon:
         return _neon_lookup(b, table, index)
-    slot = cgutils.alloca_once(b, F32.llvm)
-    b.store(table, slot)
+    (slot,) = variables(b, [table])
     entries = b.bitcast(slot, FLOAT.as_pointer())
     out = ir.Constant(F32.llvm, ir.Undefined)
     for i in range(LANES):

@@ -17,7 +17,6 @@ in memory that the team shares, and `merge` folds them. In larger steps a thread
 a head and folds as it goes, in the same order.
 """
 
-from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -252,10 +251,9 @@ def _attention(call: BoundCall) -> list[Launch]:
     )
     spans = -(-call.dim("T") * call.dim("B") // softmax.SPAN) + 1
     kept = min(capacity, FEW) * group * kv_heads * spans * (_HEADER + 4 * size)
-    both = call.launch(attend, tile, scratch), call.launch(merge, tile, scratch)
     return [
-        replace(launch, shared=kept, shares=shares)
-        for launch, shares in zip(both, (_SHARES, 1), strict=True)
+        call.launch(attend, tile, scratch, _SHARES, kept),
+        call.launch(merge, tile, scratch, 1, kept),
     ]
 
 

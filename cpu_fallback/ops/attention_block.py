@@ -41,13 +41,11 @@ def _emit_chains(b: Any, rows: list[Any], columns: Any, size: int, leaf: int) ->
     steps = size // v.LANES
     for step in range(steps):
         first = _VECTOR * (leaf * steps + step * CHAINS)
-        keys = [
-            v.emit_load(b, v.F32.llvm, b.add(columns, v.number(first + _VECTOR * c)))
-            for c in range(CHAINS)
-        ]
+        places = [v.behind(b, columns, first + _VECTOR * c) for c in range(CHAINS)]
+        keys = [v.emit_load(b, v.F32.llvm, place) for place in places]
         for row, own in zip(rows, sums, strict=True):
             for c, key in enumerate(keys):
-                at = b.add(row, v.number(_VECTOR * step + 4 * _TREE[leaf + c]))
+                at = v.behind(b, row, _VECTOR * step + 4 * _TREE[leaf + c])
                 own[c] = v.emit_fma(b, key, v.emit_everywhere(b, v.F32, at), own[c])
     return [emit_now(b, _emit_tree(b, own)) for own in sums]
 
@@ -104,9 +102,8 @@ def _turn(b, source, pitch, target, steps):
 
     Each of four rounds interleaves the upper half of the vectors with the lower one.
     """
-    vectors = [
-        v.emit_load(b, v.F32.llvm, b.add(source, b.mul(pitch, v.number(i)))) for i in range(v.LANES)
-    ]
+    lines = [v.emit_at(b, source, pitch, i) for i in range(v.LANES)]
+    vectors = [v.emit_load(b, v.F32.llvm, line) for line in lines]
     half = v.LANES // 2
     parts = [[lane for i in range(at, at + half) for lane in (i, v.LANES + i)] for at in (0, half)]
     masks = [ir.Constant(ir.VectorType(v.INT32, v.LANES), lanes) for lanes in parts]

@@ -21,7 +21,7 @@ from llvmlite import ir
 
 from cpu_fallback.lanes import language as v
 from cpu_fallback.lanes.isa import CURRENT
-from cpu_fallback.lanes.jit import cgutils, device, i64, void
+from cpu_fallback.lanes.jit import device, i64, void
 from cpu_fallback.ops import attention_tiles as tiles
 from cpu_fallback.ops.attention_tiles import QUERY_STEP, SCORES, STEP, Cells, emit_sums
 from cpu_fallback.tiles.multiply import dot, pair_dots
@@ -55,8 +55,8 @@ def _emit_turned(b: Any, lines: list[Any]) -> list[Any]:
     fours = []
     for i in range(0, v.LANES, 4):
         x, y, z, w = lines[i : i + 4]
-        low, high = ((_unpacked(b, x, z, half), _unpacked(b, y, w, half)) for half in (0, 2))
-        fours.append([_unpacked(b, *pair, half) for pair in (low, high) for half in (0, 2)])
+        low, high = ([v.interleave(b, *two, half) for two in ((x, z), (y, w))] for half in (0, 1))
+        fours.append([v.interleave(b, *pair, half) for pair in (low, high) for half in (0, 1)])
     turned = []
     for piece in range(0, count, 4):
         for quarter in zip(*fours, strict=True):
@@ -66,29 +66,18 @@ def _emit_turned(b: Any, lines: list[Any]) -> list[Any]:
     return [b.xor(dwords, v.constant(v.I32, _BIASES)) for dwords in turned]
 
 
-def _unpacked(b: Any, x: Any, y: Any, half: int) -> Any:
-    """Emit the lower or upper dwords of every four of two vectors, taking turns."""
-    count = x.type.count
-    lanes = [at + half + i for at in range(0, count, 4) for i in range(2)]
-    return v.shuffle(b, x, y, [each for lane in lanes for each in (lane, count + lane)])
-
-
 def _emit_sixteen(b: Any, qs: list[Any], ks: list[Any], size: Any) -> list[Any]:
     """Emit the dot products of rows with 16 cells, a lane each, so nothing is added across lanes.
 
     Cells are biased by 128 to be unsigned, and four values of each meet the high and the low bytes
     of four codes; what that adds is taken off first.
     """
-    highs = [cgutils.alloca_once(b, v.I32.llvm) for _ in qs]
-    lows = [cgutils.alloca_once(b, v.I32.llvm) for _ in qs]
-    for r, q in enumerate(qs):
-        offset = v.emit_load(b, v.INT32, v.emit_at(b, q, size, v.number(2)))
-        b.store(v.constant(v.I32, 0), highs[r])
-        b.store(v.spread(b, v.I32, offset), lows[r])
+    highs = v.variables(b, [v.constant(v.I32, 0)] * len(qs))
+    lows = v.variables(b, (v.emit_everywhere(b, v.I32, v.emit_at(b, q, size, 2)) for q in qs))
     whole = b.and_(size, v.number(-64))
     for start, stop, dwords in ((v.number(0), whole, 16), (whole, size, 4)):
         kind = ir.VectorType(v.INT32, dwords)
-        with cgutils.for_range_slice(b, start, stop, v.number(4 * dwords), v.INT64) as (at, _):
+        with v.loop(b, start, stop, 4 * dwords) as (at, _):
             turned = _emit_turned(b, [v.emit_load(b, kind, b.add(k, at)) for k in ks])
             for i, cells in enumerate(turned):
                 for r, q in enumerate(qs):
@@ -109,8 +98,8 @@ def _scores(rows: int) -> Any:
 
     @v.op(void, i64, i64, i64, i64, i64, i64)
     def scores(b, queries, keys, stride, size, out, ahead):
-        qs = [v.emit_at(b, queries, b.mul(size, v.number(4)), v.number(r)) for r in range(rows)]
-        ks = [v.emit_at(b, keys, stride, v.number(c)) for c in range(v.LANES)]
+        qs = [v.emit_at(b, queries, b.mul(size, v.number(4)), r) for r in range(rows)]
+        ks = [v.emit_at(b, keys, stride, c) for c in range(v.LANES)]
         tiles.emit_ahead(b, ks, stride, ahead)
         for r, totals in enumerate(_emit_sixteen(b, qs, ks, size)):
             v.emit_store(b, b.sitofp(totals, v.F32.llvm), b.add(out, v.number(SCORES * r)))
@@ -125,11 +114,7 @@ def _emit_interleaved(b: Any, one: Any, other: Any) -> list[Any]:
     eight of every sixteen pairs; `_emit_in_order` undoes it.
     """
     count = one.type.count
-    halves = []
-    for half in (0, 8):
-        low = [lane + half + i for lane in range(0, count, 16) for i in range(8)]
-        lanes = [each for i in low for each in (i, count + i)]
-        halves.append(v.shuffle(b, one, other, lanes))
+    halves = [v.interleave(b, one, other, half) for half in (0, 1)]
     if count == 16:
         return [b.sext(v.shuffle(b, *halves, range(CHUNK)), v.SHORTS)]
     parts = [(h, list(range(i, i + CHUNK))) for h in halves for i in range(0, count, CHUNK)]

@@ -22,7 +22,7 @@ from llvmlite import ir
 
 from cpu_fallback.lanes import language as v
 from cpu_fallback.lanes.isa import CURRENT
-from cpu_fallback.lanes.jit import Kernel, cgutils, device, i64, void
+from cpu_fallback.lanes.jit import Kernel, device, i64, void
 
 BLOCK = 64  # Cells of a block
 SCORES = 4 * BLOCK  # Bytes between the scores of one row and of the next
@@ -97,11 +97,10 @@ def emit_now(b: Any, value: Any) -> Any:
 
 def emit_ahead(b: Any, cells: list[Any], stride: Any, ahead: Any) -> None:
     """Emit requests for the lines that lie `ahead` of some cells, if that is not 0."""
-    with b.if_then(b.icmp_signed("!=", ahead, v.number(0))):
-        line = v.number(_LINE)
-        with cgutils.for_range_slice(b, ahead, b.add(ahead, stride), line, v.INT64) as (at, _):
-            for cell in cells:
-                v.emit_prefetch(b, b.add(cell, at))
+    wanted = b.icmp_signed("!=", ahead, v.number(0))
+    with b.if_then(wanted), v.loop(b, ahead, b.add(ahead, stride), _LINE) as (at, _):
+        for cell in cells:
+            v.emit_prefetch(b, b.add(cell, at))
 
 
 def _scores(own: "Arithmetic", rows: int) -> Any:
@@ -115,8 +114,8 @@ def _scores(own: "Arithmetic", rows: int) -> Any:
     @v.op(void, i64, i64, i64, i64, i64, i64)
     def scores(b, queries, keys, stride, size, out, ahead):
         pitch = b.mul(size, v.number(4))
-        qs = [v.emit_at(b, queries, pitch, v.number(r)) for r in range(rows)]
-        ks = [v.emit_at(b, keys, stride, v.number(c)) for c in range(cells)]
+        qs = [v.emit_at(b, queries, pitch, r) for r in range(rows)]
+        ks = [v.emit_at(b, keys, stride, c) for c in range(cells)]
         emit_ahead(b, ks, stride, ahead)
         parts: list[list[Any]] = [[], []]
         for turn in range(turns):
@@ -128,8 +127,8 @@ def _scores(own: "Arithmetic", rows: int) -> Any:
         if totals.type == v.I32.llvm:
             totals = b.sitofp(totals, v.F32.llvm)
         for r in range(rows):
-            lanes = list(range(r * cells, (r + 1) * cells))
-            v.emit_store(b, v.pick(b, totals, lanes), b.add(out, v.number(SCORES * r)))
+            own_lanes = v.pick(b, totals, range(r * cells, (r + 1) * cells))
+            v.emit_store(b, own_lanes, v.behind(b, out, SCORES * r))
 
     return scores
 
@@ -179,20 +178,13 @@ def _sums(own: "Arithmetic", rows: int) -> Any:
     def sums(b, sums, size, state, weights, values, stride, begin, end, ahead):
         pitch = b.mul(size, v.number(4))
         whole = b.and_(size, v.number(-v.LANES * wide))
-        lines = [b.add(weights, v.number(SCORES * r)) for r in range(rows)]
-        states = [b.add(state, v.number(STATE * r)) for r in range(rows)]
-        for start, stop, width in ((v.number(0), whole, wide), (whole, size, 1)):
-            step = v.number(v.LANES * width)
-            with cgutils.for_range_slice(b, start, stop, step, v.INT64) as (column, _):
-                top = b.add(sums, b.mul(column, v.number(4)))
-                places = [
-                    [
-                        b.add(v.emit_at(b, top, pitch, v.number(r)), v.number(_VECTOR * c))
-                        for c in range(width)
-                    ]
-                    for r in range(rows)
-                ]
-                shown = v.emit_at(b, values, column, v.number(own.nbytes))
+        lines = [v.behind(b, weights, SCORES * r) for r in range(rows)]
+        states = [v.behind(b, state, STATE * r) for r in range(rows)]
+        for start, stop, width in ((0, whole, wide), (whole, size, 1)):
+            with v.loop(b, start, stop, v.LANES * width) as (column, _):
+                tops = [v.emit_at(b, v.emit_at(b, sums, column, 4), pitch, r) for r in range(rows)]
+                places = [[v.behind(b, top, _VECTOR * c) for c in range(width)] for top in tops]
+                shown = v.emit_at(b, values, column, own.nbytes)
                 own.mix(b, places, states, Cells(shown, stride, begin, end, lines, ahead))
 
     return sums

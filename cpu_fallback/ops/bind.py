@@ -113,22 +113,23 @@ class BoundCall:
         return self._dims[letter]
 
     def launch(
-        self, kernel: Kernel, own: tuple[Field, ...] = (), scratch: int = 0, shares: int = 1
+        self,
+        kernel: Kernel,
+        own: tuple[Field, ...] = (),
+        scratch: int = 0,
+        shares: int = 1,
+        shared: int = 0,
     ) -> Launch:
         """Return a launch that reads the call's inputs and writes its outputs; see `Launch`.
 
         `own`: what the kernel reads besides its contract.
         """
-        reads, writes = set(), set()
-        for param, name in self._call.args.items():
-            if name in self._buffers:
-                kind = self.spec.param(param).kind
-                if kind != "out":
-                    reads.add(name)
-                if kind in ("out", "inout"):
-                    writes.add(name)
+        args = [(self.spec.param(p).kind, name) for p, name in self._call.args.items()]
+        used = [(kind, name) for kind, name in args if name in self._buffers]
+        reads = frozenset(name for kind, name in used if kind != "out")
+        writes = frozenset(name for kind, name in used if kind in ("out", "inout"))
         fields = (*words(tuple(self._contract())), *words(own))
-        return Launch(kernel, fields, frozenset(reads), frozenset(writes), scratch, shares)
+        return Launch(kernel, fields, reads, writes, scratch, shares, shared)
 
     def _contract(self) -> Iterator[Field]:
         """Yield the values of `contract_fields`: 0 for what an absent parameter would say."""

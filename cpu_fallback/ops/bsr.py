@@ -6,6 +6,7 @@ read once for up to CHUNK tokens.
 """
 
 from dataclasses import dataclass
+from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,11 +16,11 @@ from clocher_kernels.errors import UnsupportedOp
 from clocher_kernels.formats.bsr import Bsr
 from cpu_fallback.lanes import language as v
 from cpu_fallback.lanes.isa import CURRENT
-from cpu_fallback.lanes.jit import Kernel, cgutils, device, i64, void
+from cpu_fallback.lanes.jit import Kernel, device, i64, void
 from cpu_fallback.lanes.record import executes
 from cpu_fallback.ops.bind import BoundCall
 from cpu_fallback.ops.epilogue import activation_of, finish
-from cpu_fallback.ops.product import clear
+from cpu_fallback.ops.product import clear, totals
 from cpu_fallback.team.tape import Launch
 
 AHEAD = 6144
@@ -50,48 +51,40 @@ def _emit_tile(
     b: Any, kind: v.Widen, blocks: _Blocks, rows: range, xs: list[Any], places: list[Any]
 ) -> None:
     """Emit the product of some rows and tokens, added to the accumulators at some places."""
-    tiles = [(r, t) for r in range(len(rows)) for t in range(len(xs))]
-    sums = [cgutils.alloca_once(b, v.F32.llvm) for _ in tiles]
-    parts = [cgutils.alloca_once(b, v.F32.llvm) for _ in tiles] if blocks.scales else sums
-    for slot, place in zip(sums, places, strict=True):
-        b.store(v.emit_load(b, v.F32.llvm, place), slot)
-    with cgutils.for_range_slice(b, v.number(0), blocks.count, v.number(1), v.INT64) as (index, _):
-        place = v.emit_load(b, v.INT32, v.emit_at(b, blocks.columns, index, v.number(4)))
+    sums = parts = v.variables(b, (v.emit_load(b, v.F32.llvm, place) for place in places))
+    with v.loop(b, 0, blocks.count, 1) as (index, _):
+        place = v.emit_load(b, v.INT32, v.emit_at(b, blocks.columns, index, 4))
         column = b.mul(b.sext(place, v.INT64), blocks.width)
         left = b.sub(blocks.k, column)
         width = b.select(b.icmp_signed("<", left, blocks.width), left, blocks.width)
         whole = b.and_(width, v.number(-v.LANES))
         block = v.emit_at(b, blocks.codes, index, blocks.block)
-        lines = [v.emit_at(b, block, blocks.row, v.number(r)) for r in rows]
-        tokens = [v.emit_at(b, x, column, v.number(4)) for x in xs]
+        lines = [v.emit_at(b, block, blocks.row, r) for r in rows]
+        tokens = [v.emit_at(b, x, column, 4) for x in xs]
         if blocks.scales:
-            for slot in parts:
-                b.store(v.constant(v.F32, 0.0), slot)
+            parts = v.variables(b, [v.constant(v.F32, 0.0)] * len(sums))
 
-        def step(
-            c: Any, vectors: int, count: Any, lines: Any = lines, tokens: Any = tokens
-        ) -> None:
+        def step(c: Any, vectors: int, count: Any) -> None:
             """Emit some vectors of columns, row by row: the order in which they lie."""
 
             def load(kind: v.Widen, address: Any) -> Any:
                 return kind.emit(b, address) if count is None else kind.emit_n(b, address, count)
 
-            starts = [b.add(c, v.number(v.LANES * part)) for part in range(vectors)]
-            to = [b.mul(start, v.number(4)) for start in starts]
+            to = [b.mul(v.behind(b, c, v.LANES * part), v.number(4)) for part in range(vectors)]
             x = [[load(v.WIDEN["f32"], b.add(token, at)) for at in to] for token in tokens]
             at = b.lshr(b.mul(c, v.number(kind.bits)), v.number(3))
             for r, line in enumerate(lines):
                 for part in range(vectors):
-                    place = b.add(line, b.add(at, v.number(kind.nbytes * part)))
+                    place = b.add(line, v.behind(b, at, kind.nbytes * part))
                     if count is None and len(xs) == 1:
-                        v.emit_prefetch(b, b.add(place, v.number(AHEAD)), level=1)
+                        v.emit_prefetch(b, v.behind(b, place, AHEAD), level=1)
                     w = load(kind, place)
                     for t in range(len(xs)):
                         slot = parts[r * len(xs) + t]
                         b.store(v.emit_fma(b, w, x[t][part], b.load(slot)), slot)
 
-        pairs, two = b.and_(width, v.number(-2 * v.LANES)), v.number(2 * v.LANES)
-        with cgutils.for_range_slice(b, v.number(0), pairs, two, v.INT64) as (c, _):
+        pairs = b.and_(width, v.number(-2 * v.LANES))
+        with v.loop(b, 0, pairs, 2 * v.LANES) as (c, _):
             step(c, 2, None)
         with b.if_then(b.icmp_signed("<", pairs, whole)):
             step(pairs, 1, None)
@@ -123,24 +116,14 @@ def tile_of(name: str, scaled: bool, rows: int, tokens: int) -> Any:
         blocks = _Blocks(
             codes, block, row, scales if scaled else None, step, columns, count, width, k
         )
-        xs = [v.emit_at(b, x, pitch, v.number(t)) for t in range(tokens)]
+        xs = [v.emit_at(b, x, pitch, t) for t in range(tokens)]
         for r in range(0, rows, tall):
             for t in range(0, tokens, wide):
-                places = [
-                    b.add(acc, v.number(ACC * ((r + i) * tokens + t + j)))
-                    for i in range(tall)
-                    for j in range(wide)
-                ]
+                some = product(range(r, r + tall), range(t, t + wide))
+                places = [v.behind(b, acc, ACC * (i * tokens + j)) for i, j in some]
                 _emit_tile(b, kind, blocks, range(r, r + tall), xs[t : t + wide], places)
 
     return tile
-
-
-@v.op(void, i64, i64)
-def totals(b, acc, out):
-    """Write the sums of 16 accumulators."""
-    vectors = [v.emit_load(b, v.F32.llvm, b.add(acc, v.number(ACC * i))) for i in range(v.LANES)]
-    v.emit_store(b, v.emit_totals(b, vectors), out)
 
 
 TILES = {
@@ -173,6 +156,10 @@ class Blocks(NamedTuple):
     scales: int  # bf16, one for each row of each block; 0 if there are none
     line: int  # from one row of a block to the next
     activate: int  # address of the activation of the sums; 0 for none
+
+
+# Write the sums of 16 accumulators.
+_total = device(lambda acc, out: v.store_f32(out, totals(acc, acc + 8 * ACC)))
 
 
 @device
@@ -248,7 +235,7 @@ def _kernel(name: str, kind: str, scaled: bool) -> Kernel:
                         tile1x1(*args)
                         r += 1
             for r in range(0, wanted, v.LANES):
-                totals(scratch + ACC * r, scratch + _SUMS)
+                _total(scratch + ACC * r, scratch + _SUMS)
                 _write(a, scratch + _SUMS, row + r, min(v.LANES, wanted - r), start, np.int64(1))
             return
         r = np.int64(0)
@@ -270,7 +257,7 @@ def _kernel(name: str, kind: str, scaled: bool) -> Kernel:
                     tile1x4(*args)
                 else:
                     tile1x1(*args)
-                totals(scratch, scratch + _SUMS)
+                _total(scratch, scratch + _SUMS)
                 _write(a, scratch + _SUMS, row + r, min(rows, wanted - r), t, tokens)
                 t += tokens
             r += rows

@@ -1,22 +1,29 @@
 """Stored weights to fp32 panels: one decoder per format, shared by every op that reads a matrix.
 
 A decoder (`product`) gives exactly what the format's own `decode` does. f32 needs no panel
-and returns the stored rows, K * 4 bytes apart. ggml's blocks have theirs in `decode_ggml`.
+and returns the stored rows, K * 4 bytes apart. Decoders of ggml's blocks are emitted from the
+planes of a type: scale * code is rounded, then - minimum; types whose codes are of a grid are
+decoded from `recoded` blocks. Those of trellises multiply row * scale, then by the level.
 """
 
 from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
 
 import numpy as np
+from llvmlite import ir
 
 from clocher_kernels.errors import UnsupportedOp
 from clocher_kernels.formats import Float, Fp8, Ggml, Int4, Int8, Mxfp4, Tcq, Ternary
 from clocher_kernels.formats.ggml import GGML_KINDS
-from clocher_kernels.formats.tcq import STRIP
+from clocher_kernels.formats.ggml_blocks import PLANES, RECODED, Numbers, places_of, recoded
+from clocher_kernels.formats.tcq import GROUP, STRIP, UNIT, levels
 from clocher_kernels.quant_tensor import QuantTensor
 from cpu_fallback.lanes import language as v
-from cpu_fallback.lanes.jit import Kernel, device, i64
+from cpu_fallback.lanes.jit import Kernel, device, i64, void
 from cpu_fallback.lanes.language import WIDEN, loads_of
 from cpu_fallback.ops.product import PITCH, Weight, weight_at
+from cpu_fallback.team.large_pages import Kept
 
 _SCALES = {"one": 0, "f32": 1, "f16": 2, "bf16": 3, "e8m0": 4}
 _f16, _bf16, _e8m0 = (loads_of(kind)[1] for kind in ("f16", "bf16", "e8m0"))
@@ -106,7 +113,180 @@ DECODERS = {
         "ternary": _ternary,
     }.items()
 }
-"""Stored kind of code -> decoder. Those of ggml's types are made when a weight needs one."""
+"""Stored kind of code -> decoder. Those of ggml's types and trellises are made when needed."""
+
+
+_copies: Kept[np.ndarray] = Kept()
+
+
+def blocks_of(tensor: QuantTensor) -> np.ndarray:
+    """Return the blocks that decoders read, u8 [..., N, bytes], alive as long as the tensor's."""
+    assert isinstance(tensor.format, Ggml)
+    stored, kind = tensor.planes["blocks"], tensor.format.kind
+    if kind not in RECODED:
+        return stored
+    blocks = stored.reshape(-1, tensor.format.block_bytes)
+    shape = *stored.shape[:-1], -1
+    return _copies.of(stored, "recode weights", lambda: recoded(kind, blocks).reshape(shape))
+
+
+def _emit_columns(kind: str, columns: range, b: Any, at: Any, out: Any) -> None:
+    """Emit some columns of the block at an address, a multiple of 16 of them, to `out`."""
+    about = PLANES[kind]
+    codes = places_of(about.codes)
+
+    def half(field: str) -> Any:
+        code = v.emit_load(b, v.INT16, v.behind(b, at, about.at(field)))
+        return v.emit_half(b, v.spread(b, ir.VectorType(v.INT16, v.LANES), code))
+
+    def number(numbers: Numbers, index: int, bias: int) -> Any:
+        """Emit a number in every lane, fp32."""
+        total = ir.Constant(v.INT32, 0)
+        for byte, shift, mask, to in places_of(numbers)[index]:
+            value = b.zext(v.emit_load(b, v.INT8, v.behind(b, at, byte)), v.INT32)
+            value = b.and_(b.lshr(value, ir.Constant(v.INT32, shift)), ir.Constant(v.INT32, mask))
+            total = b.or_(total, b.shl(value, ir.Constant(v.INT32, to)))
+        signed = b.sext(b.trunc(b.sub(total, ir.Constant(v.INT32, bias)), v.INT8), v.INT32)
+        return b.sitofp(v.spread(b, v.I32, signed), v.F32.llvm)
+
+    def sixteen(column: int) -> Any:
+        """Emit the codes of 16 columns as fp32."""
+        total = v.constant(v.I32, 0)
+        for own in zip(*codes[column : column + v.LANES], strict=True):
+            byte, shift, mask, to = own[0]
+            place = v.behind(b, at, byte)
+            if own[1][0] == byte + 1:
+                found = b.zext(v.emit_load(b, ir.VectorType(v.INT8, v.LANES), place), v.I32.llvm)
+                found = b.lshr(found, v.constant(v.I32, shift))
+            else:  # a bit each, one after the other
+                found = v.spread(b, v.I32, b.zext(v.emit_load(b, v.INT16, place), v.INT32))
+                found = b.lshr(found, v.constant(v.I32, range(v.LANES)))
+            found = b.and_(found, v.constant(v.I32, mask))
+            total = b.or_(total, b.shl(found, v.constant(v.I32, to)))
+        if about.table is not None:
+            table = v.constant(v.F32, [float(value) for value in about.table])
+            return v.emit_lookup(b, table, total)
+        return b.sitofp(b.sub(total, v.constant(v.I32, about.bias)), v.F32.llvm)
+
+    d = half("d")
+    if about.factor != 1:
+        d = b.fmul(d, v.constant(v.F32, about.factor))
+    low = half(about.low) if about.low else None
+    for first in range(columns.start, columns.stop, about.run):
+        run, scale, minimum = first // about.run, d, low
+        if about.scales:
+            scale = b.fmul(d, number(about.scales, run, about.scale_bias))
+        if about.minima:
+            minimum = b.fmul(low, number(about.minima, run, 0))
+        for column in range(first, first + about.run, v.LANES):
+            value = b.fmul(sixteen(column), scale)
+            if low is not None:
+                value = (b.fsub if about.minima else b.fadd)(value, minimum)
+            v.emit_store(b, value, v.behind(b, out, 4 * (column - columns.start)))
+
+
+@cache
+def _ggml(kind: str) -> Kernel:
+    """Return the decoder of a type of ggml, by halves of blocks of 256 columns, or blocks of 32."""
+    about = PLANES[kind]
+    block, nbytes = about.block, about.fields.itemsize
+    width = min(block, 128)
+
+    first, second = (
+        v.op(void, i64, i64)(partial(_emit_columns, kind, range(start, start + width)))
+        for start in (0, block - width)
+    )
+
+    def decoder(weight, expert, row, count, k0, k1, panel):
+        w = weight_at(weight)
+        for r in range(row, row + count):
+            line = w.codes + (expert * w.n + r) * w.stride
+            out = panel + (r - row) * PITCH - 4 * k0
+            for k in range(k0, k1, width):
+                at = line + k // block * nbytes
+                if k % block == 0:
+                    first(at, out + 4 * k)
+                else:
+                    second(at, out + 4 * k)
+        return panel
+
+    return Kernel(decoder, i64, f"decode.{kind}")
+
+
+_LINE = 4 * STRIP
+_MASK = ir.VectorType(v.INT1, v.LANES)
+
+
+def _levels(bits: int, first: int, b: Any, unit: Any, row: Any) -> Any:
+    """Emit the levels of columns first .. first + 15 of a row of a unit at an address, fp32."""
+    places = [(column % 4 * 8, (first + column) // 4) for column in range(v.LANES)]
+
+    def numbers(line: int, width: int) -> Any:
+        """Emit a number of one or two bits of each column."""
+        parts = [_dword(b, unit, row, line + i) for i in range(width)]
+        if width == 2:
+            odd = v.constant(_MASK, [j % 2 for _, j in places])
+            parts = [b.select(odd, parts[1], parts[0])]
+        shift = v.constant(v.I32, [at + j // width * width for at, j in places])
+        return b.and_(b.lshr(parts[0], shift), v.constant(v.I32, (1 << width) - 1))
+
+    def bit(lag: int) -> Any:
+        """Emit the bit of each column's row that is `lag` before."""
+        other = b.and_(b.sub(row, v.number(lag)), v.number(STRIP - 1))
+        wraps = b.icmp_signed("<", row, v.number(lag))
+        word = _dword(b, unit, other, 0)
+        word = b.select(wraps, b.shl(word, v.constant(v.I32, 1)), word)
+        shift = v.constant(v.I32, [at + j for at, j in places])
+        return b.and_(b.lshr(word, shift), v.constant(v.I32, 1))
+
+    z1 = b.xor(bit(0), b.xor(bit(1), bit(3)))
+    index = b.or_(bit(2), b.shl(z1, v.constant(v.I32, 1)))
+    low = numbers(1, min(bits - 1, 2))
+    index = b.or_(index, b.shl(low, v.constant(v.I32, 2)))
+    table = [float(level) for level in levels(bits)]
+    table += [0.0] * (-len(table) % v.LANES)
+    found = [
+        v.emit_lookup(b, v.constant(v.F32, table[at : at + v.LANES]), index)
+        for at in range(0, len(table), v.LANES)
+    ]
+    if bits > 3:
+        high = numbers(3, bits - 3)
+        for i, part in enumerate(found[1:], 1):
+            here = b.icmp_unsigned(">=", high, v.constant(v.I32, i))
+            found[0] = b.select(here, part, found[0])
+    return found[0]
+
+
+def _dword(b: Any, unit: Any, row: Any, line: int) -> Any:
+    """Emit the dword of a row in a line of a unit in every lane."""
+    at = v.behind(b, v.emit_at(b, unit, row, 4), _LINE * line)
+    return v.emit_everywhere(b, v.I32, at)
+
+
+@cache
+def _trellis(bits: int) -> Kernel:
+    """Return the decoder of trellises of so many bits, by units of 32 columns."""
+    size = bits * _LINE
+
+    low, high = (v.op(v.F32, i64, i64)(partial(_levels, bits, first)) for first in (0, v.LANES))
+
+    def decoder(weight, expert, row, count, k0, k1, panel):
+        w = weight_at(weight)
+        strips = (w.n + STRIP - 1) // STRIP
+        for r in range(row, row + count):
+            strip = w.codes + (expert * strips + r // STRIP) * w.stride
+            index = expert * w.n + r
+            out = panel + (r - row) * PITCH - 4 * k0
+            own = v.from_bf16(v.isplat(v.read_u16(w.zeros + 2 * index)))
+            for k in range(k0, k1, UNIT):
+                scale = v.read_u8(w.scales + index * w.wide + k // GROUP)
+                step = v.mul(own, v.splat(np.float32(scale)))
+                unit = strip + k // UNIT * size
+                v.store_f32(out + 4 * k, v.mul(step, low(unit, r % STRIP)))
+                v.store_f32(out + 4 * k + 64, v.mul(step, high(unit, r % STRIP)))
+        return panel
+
+    return Kernel(decoder, i64, f"decode.tcq{bits}")
 
 
 def weight_record(op_name: str, tensor: QuantTensor) -> Weight:
@@ -119,14 +299,10 @@ def weight_record(op_name: str, tensor: QuantTensor) -> Weight:
         case Ternary():
             return plain(DECODERS["ternary"], planes["codes"], n, k, fmt.multiplier(planes))
         case Ggml(kind=kind):
-            from cpu_fallback.ops.decode_ggml import blocks_of, decoder_of
-
-            blocks, decoder = blocks_of(tensor), decoder_of(kind)
-            return plain(decoder, blocks, n, k)._replace(stride=blocks.shape[-1])
+            blocks = blocks_of(tensor)
+            return plain(_ggml(kind), blocks, n, k)._replace(stride=blocks.shape[-1])
         case Tcq(bits=bits):
-            from cpu_fallback.ops.decode_trellis import decoder_of as trellis_of
-
-            found = plain(trellis_of(bits), planes["codes"], n, k)
+            found = plain(_trellis(bits), planes["codes"], n, k)
             size, wide = STRIP * k * bits // 8, k // fmt.turned
             places = {"scales": _address(planes["scales"]), "zeros": _address(planes["rows"])}
             return found._replace(stride=size, wide=wide, **places)

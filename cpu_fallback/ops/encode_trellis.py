@@ -6,7 +6,6 @@ Columns are rounded one after another; what a column's rounding has lost correct
 Source: Viterbi 1967; Frantar et al. 2023 (arXiv 2210.17323).
 """
 
-import ctypes
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -194,10 +193,7 @@ def _tables(bits: int) -> tuple[np.ndarray, np.ndarray]:
     return np.take_along_axis(subsets.T, m, axis=0).astype(np.float32), m.astype(np.uint8)
 
 
-@cache
-def _kernel() -> Any:
-    kernel = Kernel(_round, i64, "encode.trellis")
-    return ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * 4)(kernel.address)
+_kernel = Kernel(_round, i64, "encode.trellis")
 
 
 def round_columns(
@@ -215,4 +211,5 @@ def round_columns(
     *of, table, marks = (0 if array is None else int(array.ctypes.data) for array in arrays)
     record = np.array(list(words(Columns(*of, count, columns, table, marks))), np.int64)
     scratch = np.empty(_ERRORS + 4 * ROWS * columns, np.uint8)
-    _kernel()(record.ctypes.data, rows.start // ROWS, rows.stop // ROWS, scratch.ctypes.data)
+    first, last = rows.start // ROWS, rows.stop // ROWS
+    _kernel.callable(record.ctypes.data, first, last, scratch.ctypes.data)

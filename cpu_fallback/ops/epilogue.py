@@ -7,12 +7,11 @@ Kernels of products differ in how they come to sums; all of them hand a tile of 
 from typing import Any
 
 import numpy as np
-from llvmlite import ir
 
 from clocher_kernels.errors import ShapeError
 from clocher_kernels.ops.elementwise import check_activation
 from cpu_fallback.lanes import language as v
-from cpu_fallback.lanes.jit import Kernel, device, f32, i64, void
+from cpu_fallback.lanes.jit import Kernel, device
 from cpu_fallback.ops.bind import BoundCall
 
 _ROOT_HALF = np.float32(0.5**0.5)
@@ -21,15 +20,6 @@ _STEEP = np.float32(2 * (2 / np.pi) ** 0.5)
 
 
 or_nan = device(lambda x: v.fma(x, v.zero(), x))  # Return x, NaN where it is infinite
-
-
-@device
-def _polynomial(x, coefficients):
-    """Return the value of a polynomial, its highest coefficient first."""
-    y = v.splat(coefficients[0])
-    for i in range(1, len(coefficients)):
-        y = v.fma(y, x, v.splat(coefficients[i]))
-    return y
 
 
 # Activations take a vector, and a vector of caps.
@@ -45,20 +35,11 @@ def relu2(x, cap):
 
 
 # erfc(z) e^(z^2) / t as a polynomial in t = 1 / (1 + z / 2), z in 0 .. 9.3: least relative error.
-_ERFC = tuple(
-    np.float32(float.fromhex(c))
-    for c in (
-        "-0x1.e1aebap-5",
-        "0x1.220cfap-2",
-        "-0x1.f01314p-2",
-        "0x1.197f56p-2",
-        "-0x1.903c7ap-6",
-        "0x1.9d2ee2p-3",
-        "0x1.f25dcap-3",
-        "0x1.211e46p-2",
-        "0x1.20dbc4p-2",
-    )
+_ERFC = (
+    *("-0x1.e1aebap-5", "0x1.220cfap-2", "-0x1.f01314p-2", "0x1.197f56p-2", "-0x1.903c7ap-6"),
+    *("0x1.9d2ee2p-3", "0x1.f25dcap-3", "0x1.211e46p-2", "0x1.20dbc4p-2"),
 )
+_erfc = v.op(v.F32, v.F32)(lambda b, t: v.emit_polynomial(b, t, *_ERFC))
 
 
 @device
@@ -70,7 +51,7 @@ def gelu(x, cap):
     x = or_nan(x)
     one, z = v.splat(np.float32(1)), v.mul(v.absolute(x), v.splat(_ROOT_HALF))
     t = v.div(one, v.fma(v.splat(np.float32(0.5)), z, one))
-    erfc = v.mul(v.mul(_polynomial(t, _ERFC), t), v.exp_falling(v.neg(v.mul(z, z))))
+    erfc = v.mul(v.mul(_erfc(t), t), v.exp_falling(v.neg(v.mul(z, z))))
     erfc = v.select(v.lt(x, v.zero()), erfc, v.sub(v.splat(np.float32(2)), erfc))
     return v.mul(v.mul(x, v.splat(np.float32(0.5))), erfc)
 
@@ -112,11 +93,7 @@ def _kernel(name: str, function: Any) -> Kernel:
 _KERNELS = {name: _kernel(name, function) for name, function in ACTIVATIONS.items()}
 
 
-@v.op(void, i64, i64, i64, f32)
-def _activate(b, kernel, at, count, cap):
-    kind = ir.FunctionType(v.VOID, [v.INT64] * 3)
-    bits = b.zext(b.bitcast(cap, v.INT32), v.INT64)
-    b.call(b.inttoptr(kernel, kind.as_pointer()), [at, count, bits])
+_activate = v.caller(3)  # (kernel, address, how many, bits of the cap)
 
 
 @device
@@ -145,7 +122,7 @@ def finish(a, sums, pitch, token, tokens, row, count):
                 value = v.add(v.load_up_to(at, count), v.load_up_to(bias + 4 * row, count))
                 v.store_f32_n(at, value, count)
             bias = bias - bias
-        _activate(a.activate, sums, pitch * tokens, a.cap)
+        _activate(a.activate, sums, pitch * tokens, v.bits_of(a.cap))
     for t in range(tokens):
         value = v.load_up_to(sums + 4 * pitch * t, count)
         at = 4 * ((token + t) * a.N + row)

@@ -13,7 +13,6 @@ the bytes, to rows that are whole chunks of 32.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -29,16 +28,12 @@ from cpu_fallback.ops.quantize import largest_of
 from cpu_fallback.team.tape import Launch
 
 
-@dataclass(frozen=True, slots=True)
 class KvDtype:
-    """How lines of a KV dtype are written and read."""
+    """The kernels that write and read lines of a KV dtype."""
 
-    writer: Kernel
-    reader: Kernel
-
-
-def _dtype(name: str, write: Callable[..., Any], read: Callable[..., Any]) -> KvDtype:
-    return KvDtype(Kernel(write, name=f"kv.write_{name}"), Kernel(read, name=f"kv.read_{name}"))
+    def __init__(self, name: str, write: Callable[..., Any], read: Callable[..., Any]) -> None:
+        self.writer = Kernel(write, name=f"kv.write_{name}")
+        self.reader = Kernel(read, name=f"kv.read_{name}")
 
 
 padded = device(lambda d: (d + 15) & -16)  # Round up to whole vectors
@@ -74,7 +69,7 @@ def _floats(name: str, encode: Any, put: Any, put_n: Any) -> KvDtype:
             for i in range(0, d, 16):
                 v.store_f32(target + 4 * i, get(source + item * i, d - i))
 
-    return _dtype(name, write, read)
+    return KvDtype(name, write, read)
 
 
 @device
@@ -111,7 +106,7 @@ KV_DTYPES = {
     "f16": _floats("f16", v.to_f16, v.store_u16, v.store_u16_n),
     "e4m3": _floats("e4m3", v.to_e4m3, v.store_u8, v.store_u8_n),
     "e5m2": _floats("e5m2", v.to_e5m2, v.store_u8, v.store_u8_n),
-    "i8": _dtype("i8", _write_i8, _read_i8),
+    "i8": KvDtype("i8", _write_i8, _read_i8),
 }
 """KV dtype -> kernels."""
 

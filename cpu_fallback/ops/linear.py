@@ -18,7 +18,7 @@ from cpu_fallback.ops.stream import FEW, Stored, stored
 from cpu_fallback.team.tape import EPOCH, Launch
 from cpu_fallback.tiles import panels
 from cpu_fallback.tiles.emitter import STRIP
-from cpu_fallback.tiles.layout import BlockLayout, Layout
+from cpu_fallback.tiles.layout import Layout
 from cpu_fallback.tiles.multiply import begin_tiles, end_tiles
 from cpu_fallback.tiles.panels import BEHIND, Form, fill_token, width
 from cpu_fallback.tiles.tile_pack import Tiles, tiles_of
@@ -90,23 +90,6 @@ class Tiled(NamedTuple):
     strip_bytes: int  # of a strip
 
 
-def panel_sizes(
-    layout: Layout | BlockLayout, group: int, k: int, most: int, strips: bool
-) -> tuple[int, int, int]:
-    """Return tokens per block, tokens whose panels are kept, and the bytes of a panel per token.
-
-    `most` is the tokens or pairs of a step, at capacity; `strips`: whether tiles are decoded.
-    Raises ShapeError for a K whose sums might not fit in int32.
-    """
-    if k > _LONGEST:
-        raise ShapeError(f"K = {k}; the integer products take at most {_LONGEST} columns")
-    per_token = panels.panel_bytes(layout, group, k)
-    room = _MORE_BYTES if strips else _PANELS_BYTES
-    block = max(16, min(_MOST_TOKENS, room // per_token // 16 * 16))
-    kept = max(block, min(-(-most // 16) * 16, _KEPT_BYTES // per_token // block * block))
-    return block, kept, per_token
-
-
 def has_codes(call: BoundCall) -> bool:
     """Return whether the activations of a call are int8 codes, with scales. Raises ShapeError."""
     codes, scaled = call.array("x").dtype == np.int8, call.has("x_scale")
@@ -121,16 +104,22 @@ def has_codes(call: BoundCall) -> bool:
 def tiled(call: BoundCall, columns: str, most: int) -> tuple[Tiled, Tiles]:
     """Return what a kernel needs to multiply int8 activations by a weight in tiles, and the tiles.
 
-    `columns` is the letter of a row of activations, `most` the tokens or pairs of a step.
+    `columns` is the letter of a row of activations, `most` the tokens or pairs of a step, at
+    capacity. Raises ShapeError for a K whose sums might not fit in int32.
     """
     group, k = check_groups(call, columns), call.dim(columns)
     tiles = tiles_of(call.spec.name, call.tensor("w"))
     params = {param.name for param in call.spec.params}
     least = strip_tokens(tiles.layout, group)
     strips = 0 < least <= most
-    block, kept, per_token = panel_sizes(tiles.layout, group, k, most, strips)
     few_bits = isinstance(tiles.layout, Layout) and tiles.layout.code != "int8"
     ahead = _AHEAD_OF_FEW_BITS if few_bits else _AHEAD
+    if k > _LONGEST:
+        raise ShapeError(f"K = {k}; the integer products take at most {_LONGEST} columns")
+    per_token = panels.panel_bytes(tiles.layout, group, k)
+    room = _MORE_BYTES if strips else _PANELS_BYTES
+    block = max(16, min(_MOST_TOKENS, room // per_token // 16 * 16))
+    kept = max(block, min(-(-most // 16) * 16, _KEPT_BYTES // per_token // block * block))
     return Tiled(
         product=product_of(tiles.layout, group),
         tiles=int(tiles.data.ctypes.data),
@@ -190,58 +179,66 @@ def linear(a, rank, size, scratch):
 def linear_of_codes(a, rank, size, scratch):
     """Multiply int8 activations; each thread has a range of tiles."""
     first, last = share((a.N + 15) >> 4, rank, size)
-    multiply_tiles(a, scratch, first, last, expect, write_rows)
+    multiply_tiles(a, scratch, first, last)
 
 
 @device
-def multiply_tiles(a, scratch, first, last, ask, write):
-    """Multiply a range of tiles by all tokens: one stream of weights for each block of tokens.
-
-    `ask(a, token, tokens, row)` is called before a product, and after it `write(a, sums, token,
-    tokens, row)` with the sums of up to 16 tokens and 16 rows.
-    """
-    panel = scratch + PANELS
-    if first == last:
-        return
+def multiply_tiles(a, scratch, first, last):
+    """Multiply a range of tiles by all tokens: one stream of weights for each block of tokens."""
+    panels_at = scratch + PANELS
+    strip = (panels_at + a.kept * a.per_token + BEHIND + 63) & -64
     start = 0
-    while start < a.M:
+    while start < a.M and first < last:
         tokens = min(a.kept, a.M - start)
         if not is_filled(a.rec, a.ctl, scratch, start):
             for t in range(0, tokens, 16):
                 block = min(a.per_block, tokens - t // a.per_block * a.per_block)
                 twos = TWOS * in_strips(a, block)
-                _fill(a, start + t, min(16, tokens - t), panel + t * a.per_token, twos)
-        _multiply(a, scratch, start, tokens, first, last, ask, write)
+                _fill(a, start + t, min(16, tokens - t), panels_at + t * a.per_token, twos)
+        block = 0
+        while block < tokens:  # a range of variable steps might raise
+            count, panel = min(a.per_block, tokens - block), panels_at + block * a.per_token
+            where = scratch, a.tiles, panel, strip
+            multiply_block(a, where, count, a.K, first, last, start + block, _ask, _write)
+            block += count
         start += tokens
 
 
 @device
-def _multiply(a, scratch, start, tokens, first, last, ask, write):
-    """Multiply a range of tiles by the tokens of the panels, block by block."""
-    units, panel = (a.K + 31) >> 5, scratch + PANELS
-    strip = (panel + a.kept * a.per_token + BEHIND + 63) & -64
-    block = 0
-    while block < tokens:
-        end = min(block + a.per_block, tokens)
-        strips = in_strips(a, end - block)
+def multiply_block(a, where, count, k, first, last, own, ask, write):
+    """Multiply a range of tiles by one block of tokens or pairs.
+
+    `where`: the scratch memory, the tiles, the panels of the block, room for a strip. For up to 16
+    tokens, from the t-th on, `ask(a, own, t, tokens, tile)` is called before a product, and after
+    it `write(a, own, sums, t, tokens, tile)` with their sums of 16 rows.
+    """
+    scratch, tiles, panel, strip = where
+    strips, units = in_strips(a, count), (k + 31) >> 5
+    if strips:
+        begin_tiles()
+    for tile in range(first, last):
+        at, sums = tiles + tile * a.tile_bytes, scratch + TILE_SUMS
         if strips:
-            begin_tiles()
-        for tile in range(first, last):
-            at, sums = a.tiles + tile * a.tile_bytes, scratch + TILE_SUMS
-            if strips:
-                sums = strip + a.strip_bytes
-                here = panel + block * a.per_token
-                multiply_strips(a, at, strip, here, end - block, units, sums)
-            for t in range(block, end, 16):
-                count, out = min(16, end - t), sums + 64 * (t - block)
-                ask(a, start + t, count, tile * 16)
-                if not strips:
-                    out = sums
-                    multiply_tile(a, at, panel + t * a.per_token, count, units, out)
-                write(a, out, start + t, count, tile * 16)
-        if strips:
-            end_tiles()
-        block = end
+            sums = strip + a.strip_bytes
+            _multiply_strips(a, at, strip, panel, count, units, sums)
+        for t in range(0, count, 16):
+            tokens, out = min(16, count - t), sums + 64 * t
+            ask(a, own, t, tokens, tile)
+            if not strips:
+                ahead = a.ahead if tokens > _FEW else a.ahead_of_few
+                here, out = panel + t * a.per_token, sums
+                call_product(a.product, at, here, out, units, width(tokens), ahead)
+            write(a, own, out, t, tokens, tile)
+    if strips:
+        end_tiles()
+
+
+_ask = device(lambda a, start, t, tokens, tile: expect(a, start + t, tokens, 16 * tile))
+
+
+@device
+def _write(a, start, sums, t, tokens, tile):
+    write_rows(a, sums, start + t, tokens, 16 * tile)
 
 
 @device
@@ -251,14 +248,7 @@ def in_strips(a, tokens):
 
 
 @device
-def multiply_tile(a, tile, panel, count, units, sums):
-    """Multiply a tile by up to 16 tokens of a panel; `sums`: fp32 [count, 16]."""
-    ahead = a.ahead if count > _FEW else a.ahead_of_few
-    call_product(a.product, tile, panel, sums, units, width(count), ahead)
-
-
-@device
-def multiply_strips(a, tile, strip, panel, count, units, sums):
+def _multiply_strips(a, tile, strip, panel, count, units, sums):
     """Multiply a tile by the panels of a block, strip by strip; `sums`: fp32 [count, 16]."""
     for unit in range(0, units, STRIP):
         for t in range(0, count, 16):

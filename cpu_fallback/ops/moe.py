@@ -205,7 +205,7 @@ def _each_tile(a, scratch, first, last, rows, k, per_row, write):
                     for t in range(tokens):
                         some = v.load_f32_n(scratch + SUMS + 4 * t * ROWS, ROWS)
                         v.store_f32_n(sums + 64 * t + 4 * (row & 15), some, ROWS)
-                write(a, sums, pairs, e, tile, tokens)
+                write(a, (pairs, e), sums, 0, tokens, tile)
 
 
 _GATE_UP = {

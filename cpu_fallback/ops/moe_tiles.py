@@ -15,7 +15,6 @@ from cpu_fallback.ops import linear
 from cpu_fallback.ops.bind import BoundCall, share, within
 from cpu_fallback.ops.epilogue import silu
 from cpu_fallback.team.tape import Launch
-from cpu_fallback.tiles.multiply import begin_tiles, end_tiles
 from cpu_fallback.tiles.panels import BEHIND, fill_token, width
 
 _strip_room = device(linear.strip_room)
@@ -130,35 +129,23 @@ def _group_and_fill(a, scratch, pairs, k, per_row):
     return panel
 
 
+_ask_nothing = device(lambda a, own, t, pairs, tile: None)
+
+
 @device
 def each_tile_of_codes(a, scratch, first, last, rows, k, per_row, write):
     """Multiply a range of tiles of every expert [rows, k]; `write` takes the sums of some pairs."""
     panel = _group_and_fill(a, scratch, a.M * a.A, k, per_row)
-    ends, tiles, units = scratch + linear.PANELS, (rows + 15) >> 4, (k + 31) >> 5
+    ends, nbytes = scratch + linear.PANELS, ((rows + 15) >> 4) * a.tile_bytes
     order, strip = ends + 4 * a.E, panel - _strip_room(a)
     for e in range(a.E):
         start, end = begin_of(ends, e), v.read_i32(ends + 4 * e)
         while start < end:
-            stop = min(start + a.per_block, end)
-            strips = linear.in_strips(a, stop - start)
-            if strips:
-                begin_tiles()
-            for tile in range(first, last):
-                at, sums = a.tiles + (e * tiles + tile) * a.tile_bytes, scratch + linear.TILE_SUMS
-                if strips:
-                    sums = strip + a.strip_bytes
-                    linear.multiply_strips(a, at, strip, panel, stop - start, units, sums)
-                for p in range(start, stop, 16):
-                    count, out = min(16, stop - p), sums + 64 * (p - start)
-                    if not strips:
-                        here, out = panel + (p - start) * a.per_token, sums
-                        linear.multiply_tile(a, at, here, count, units, out)
-                    write(a, out, order + 4 * p, e, tile, count)
-            if strips:
-                end_tiles()
-            pairs = stop - start
+            pairs, own = min(a.per_block, end - start), (order + 4 * start, e)
+            where = scratch, a.tiles + e * nbytes, panel, strip
+            linear.multiply_block(a, where, pairs, k, first, last, own, _ask_nothing, write)
             panel += ((pairs & -16) + width(pairs & 15)) * a.per_token
-            start = stop
+            start += pairs
 
 
 def gate_up(name: str, act: Any, each: Any, own: type) -> Kernel:
@@ -168,7 +155,8 @@ def gate_up(name: str, act: Any, each: Any, own: type) -> Kernel:
     """
 
     @device
-    def write(a, sums, order, e, tile, count):
+    def write(a, own, sums, t, count, tile):
+        order, e = own[0] + 4 * t, own[1]
         if a.factors:
             _scale_tile(a.factors, sums, order, count)
         if a.bias:
@@ -188,8 +176,9 @@ def gate_up(name: str, act: Any, each: Any, own: type) -> Kernel:
 
 
 @device
-def _add_rows(a, sums, order, e, tile, count):
+def _add_rows(a, own, sums, t, count, tile):
     """Add 16 weighted rows of up to 16 pairs to their tokens' results."""
+    order, e = own[0] + 4 * t, own[1]
     if a.bias:
         _add_bias_tile(a, a.N, e, tile, count, sums)
     rows = min(16, a.N - 16 * tile)

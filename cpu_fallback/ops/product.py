@@ -23,7 +23,7 @@ from llvmlite import ir
 
 from cpu_fallback.lanes import language as v
 from cpu_fallback.lanes.isa import CURRENT
-from cpu_fallback.lanes.jit import Kernel, cgutils, device, i64, void
+from cpu_fallback.lanes.jit import Kernel, device, i64, void
 from cpu_fallback.lanes.record import reader
 
 ROWS = 8
@@ -59,10 +59,8 @@ weight_at = reader(Weight)  # Read the record at an address
 @v.op(i64, i64, i64, i64, i64, i64, i64, i64)
 def decode(b, weight, expert, row, count, k0, k1, panel):
     """Call the decoder of a weight and return the address of the decoded rows."""
-    kind = ir.FunctionType(v.INT64, [v.INT64] * 7)
-    decoder = b.load(b.inttoptr(weight, v.INT64.as_pointer()))
-    args = [weight, expert, row, count, k0, k1, panel]
-    return b.call(b.inttoptr(decoder, kind.as_pointer()), args)
+    decoder = v.emit_load(b, v.INT64, weight)
+    return v.call_at(b, decoder, v.INT64, weight, expert, row, count, k0, k1, panel)
 
 
 TOKENS = 64  # The most that are multiplied at a time
@@ -109,9 +107,7 @@ def _emit_lanes(
     rows = len(lines)
     order = [t * ROWS + r for t in range(len(tokens)) for r in range(rows)]
     places = [b.add(acc, v.number(_VECTOR * i)) for i in order]
-    slots = [cgutils.alloca_once(b, kind) for _ in places]
-    for slot, place in zip(slots, places, strict=True):
-        b.store(v.emit_load(b, kind, place), slot)
+    slots = v.variables(b, (v.emit_load(b, kind, place) for place in places))
 
     def step(offset: Any, load: Any) -> None:
         at = b.mul(offset, v.number(4))
@@ -123,8 +119,7 @@ def _emit_lanes(
                 b.store(v.emit_fma(b, weights, x, b.load(slot)), slot)
 
     whole = b.and_(k, v.number(-v.LANES))
-    start, lot = v.number(0), v.number(v.LANES)
-    with cgutils.for_range_slice(b, start, whole, lot, v.INT64) as (offset, _):
+    with v.loop(b, 0, whole, v.LANES) as (offset, _):
         step(offset, lambda address: v.emit_load(b, kind, address))
     left = b.sub(b.sub(k, whole), v.number(lanes * part))
     with b.if_then(b.icmp_signed(">", left, v.number(0))):
@@ -214,7 +209,7 @@ def _accumulate(w, count, tokens, k0, k, xs, acc, later, stride, size):
 
 
 @v.op(v.F32, i64, i64)
-def _sums(b, first, second):
+def totals(b, first, second):
     """Return what `hsum` gives of each of 8 accumulators here and 8 there."""
     at = [b.add(a, v.number(_VECTOR * r)) for a in (first, second) for r in range(ROWS)]
     return v.emit_totals(b, [v.emit_load(b, v.F32.llvm, each) for each in at])
@@ -225,7 +220,7 @@ def finish(acc, sums, tokens):
     """End a product of up to ROWS rows: write the sums of the accumulators."""
     each = _VECTOR * ROWS
     for t in range(0, tokens, 2):
-        total = _sums(acc + each * t, acc + each * min(t + 1, tokens - 1))
+        total = totals(acc + each * t, acc + each * min(t + 1, tokens - 1))
         v.store_f32(sums + 4 * t * ROWS, total)
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from clocher_kernels.ops.sampling import FORBIDDEN, NO_TOKEN, NONE_ALLOWED
 from cpu_fallback.lanes import language as v
 from cpu_fallback.lanes.jit import device
-from cpu_fallback.lanes.record import executes, reader
+from cpu_fallback.lanes.record import executes
 from cpu_fallback.ops.bind import share, within
 
 _FORBIDDEN = np.float32(FORBIDDEN)
@@ -24,20 +24,17 @@ _SIGN = 1 << 31
 _BINS = 256
 _GROUP = 64  # Logits of which the largest stands for all, to bound the top_k largest from below
 
-# Scratch: the record of the candidates; the bins of the selection, fp64; then the three arrays.
-_ARRAYS = 64 + 8 * _BINS
+_ARRAYS = 8 * _BINS  # Where in the scratch, behind the bins of the selection, fp64, candidates are
 _LEAST = np.float64(np.finfo(np.float64).tiny)
 
 
 class Candidates(NamedTuple):
-    """The addresses of the candidates' logits, fp32, ids, int32, and weights, fp64."""
+    """The addresses of the bins, and of the candidates' logits, fp32, ids, int32, weights, fp64."""
 
+    bins: int
     x: int
     ids: int
     weights: int
-
-
-candidates_at = reader(Candidates)  # Read the record at an address
 
 
 _present = device(lambda count: (1 << min(16, count)) - 1)  # a bit for each of the first lanes
@@ -100,20 +97,15 @@ def _key(address):
 
 @device
 def _arrays(count, scratch):
-    """Lay out the arrays of at most count candidates; return their record."""
-    room = (count + 15) & -16
-    x = scratch + _ARRAYS
-    v.write_i64(scratch, x)
-    v.write_i64(scratch + 8, x + 4 * room)
-    v.write_i64(scratch + 16, x + 8 * room)
-    return candidates_at(scratch)
+    """Lay out the arrays of at most count candidates."""
+    room, x = (count + 15) & -16, scratch + _ARRAYS
+    return Candidates(scratch, x, x + 4 * room, x + 8 * room)
 
 
 @device
-def _candidates(row, count, mask, least, scratch):
+def _candidates(row, count, mask, least, listed):
     """Make the allowed tokens with logits of at least `least` candidates; return how many."""
-    x, ids, _ = candidates_at(scratch)
-    n = np.int64(0)
+    x, ids, n = listed.x, listed.ids, np.int64(0)
     for i in range(0, count, 16):
         values = v.load_up_to(row + 4 * i, count - i)
         lanes = v.mask_bits(v.le(v.splat(least), values)) & _allowed(i, count, mask)
@@ -131,39 +123,36 @@ def _candidates(row, count, mask, least, scratch):
 
 
 @device
-def _equal(scratch, n):
+def _equal(listed, n):
     """Give each of n candidates the weight 1."""
-    weights = candidates_at(scratch).weights
     for i in range(0, n, 16):
-        v.store_f64(weights + 8 * i, v.ones64())
+        v.store_f64(listed.weights + 8 * i, v.ones64())
 
 
 @device
-def _bound(row, count, mask, k, scratch):
+def _bound(row, count, mask, k, listed):
     """Return a lower bound of the k-th largest allowed logit: that of the largest of groups."""
     groups = count // _GROUP
     if not 0 < k < groups:
         return _LEAST_ALLOWED
-    x = candidates_at(scratch).x
     for g in range(groups):
         begin = _GROUP * g
-        v.write_f32(x + 4 * g, _largest(row, begin, begin + _GROUP, count, mask))
-    _equal(scratch, groups)
+        v.write_f32(listed.x + 4 * g, _largest(row, begin, begin + _GROUP, count, mask))
+    _equal(listed, groups)
     least = np.float32(np.inf)
-    for i in range(_gather(scratch, groups, np.float64(k))):
-        least = min(least, v.read_f32(x + 4 * i))
+    for i in range(_gather(listed, groups, np.float64(k))):
+        least = min(least, v.read_f32(listed.x + 4 * i))
     return max(least, _LEAST_ALLOWED)
 
 
 @device
-def _gather(scratch, n, target):
+def _gather(listed, n, target):
     """Walk by descending logit and ascending id until n candidates weigh `target`; keep those.
 
     A radix selection finds where the walk ends, 8 bits of the key at a time; if all together do
     not weigh enough, it ends at the last. `target` must be positive, so one is kept.
     """
-    listed, bins = candidates_at(scratch), scratch + 64
-    x, weights = listed.x, listed.weights
+    bins, x, weights = listed.bins, listed.x, listed.weights
     prefix, above = np.int64(0), np.float64(0)
     for shift in range(24, -1, -8):
         for digit in range(_BINS):
@@ -186,7 +175,7 @@ def _gather(scratch, n, target):
                 chosen, above = digit, total
                 total += weight
         prefix = (prefix << 8) | chosen
-    return _keep(scratch, n, prefix, above, target)
+    return _keep(listed, n, prefix, above, target)
 
 
 @device
@@ -198,9 +187,8 @@ def _move(listed, source, to):
 
 
 @device
-def _keep(scratch, n, last, above, target):
+def _keep(listed, n, last, above, target):
     """Keep the candidates above the key `last`, and those at it until they weigh `target`."""
-    listed = candidates_at(scratch)
     x, kept = listed.x, np.int64(0)
     for i in range(0, n, 16):
         below = v.mask_bits(v.ilt(_keys(v.load_f32(x + 4 * i)), v.isplat(last - _SIGN)))
@@ -218,9 +206,9 @@ def _keep(scratch, n, last, above, target):
 
 
 @device
-def _accumulate(scratch, n):
+def _accumulate(weights, n):
     """Replace weights by their running sums, in order, and return the last."""
-    weights, total = candidates_at(scratch).weights, np.float64(0)
+    total = np.float64(0)
     for i in range(n):
         total += v.read_f64(weights + 8 * i)
         v.write_f64(weights + 8 * i, total)
@@ -228,9 +216,9 @@ def _accumulate(scratch, n):
 
 
 @device
-def _heavy(scratch, n, least):
+def _heavy(listed, n, least):
     """Keep the candidates that weigh at least `least`; return how many."""
-    listed, kept = candidates_at(scratch), np.int64(0)
+    kept = np.int64(0)
     for i in range(n):
         if v.read_f64(listed.weights + 8 * i) >= least:
             _move(listed, i, kept)
@@ -243,33 +231,33 @@ def _drawn(a, r, row, mask, top, temperature, scratch):
     """Return the id drawn for row r; `top` is the largest allowed logit."""
     top_k, top_p = v.read_i32(a.top_k + 4 * r), v.read_f32(a.top_p + 4 * r)
     min_p = v.read_f32(a.min_p + 4 * r)
-    _, ids, weights = _arrays(a.V, scratch)
-    least = _bound(row, a.V, mask, top_k, scratch)
+    listed = _arrays(a.V, scratch)
+    ids, weights = listed.ids, listed.weights
+    least = _bound(row, a.V, mask, top_k, listed)
     if min_p > 0:
         # Of its power of two; half of that, for the product is rounded.
         power = (v.read_i32(a.min_p + 4 * r) >> 23) - 128
         least = max(least, top + temperature * (np.float32(power) * _LN2))
-    n = _candidates(row, a.V, mask, least, scratch)
+    n = _candidates(row, a.V, mask, least, listed)
     if 0 < top_k < n:
-        _equal(scratch, n)
-        n = _gather(scratch, n, np.float64(top_k))
-    x = candidates_at(scratch).x
+        _equal(listed, n)
+        n = _gather(listed, n, np.float64(top_k))
     for i in range(0, n, 16):
-        v.store_f64(weights + 8 * i, v.boltzmann(v.load_f32(x + 4 * i), top, temperature))
+        v.store_f64(weights + 8 * i, v.boltzmann(v.load_f32(listed.x + 4 * i), top, temperature))
     if min_p > 0:
-        n = _heavy(scratch, n, np.float64(min_p))
+        n = _heavy(listed, n, np.float64(min_p))
     if top_p < np.float32(1):
         total = np.float64(0)
         for i in range(n):
             total += v.read_f64(weights + 8 * i)
         target = max(np.float64(top_p) * total, _LEAST)
         # All that are lighter have, together, less than the run leaves out.
-        n = _heavy(scratch, n, (total - target) / np.float64(2 * n + 1))
-        n = _gather(scratch, n, target)
+        n = _heavy(listed, n, (total - target) / np.float64(2 * n + 1))
+        n = _gather(listed, n, target)
     if n == 0:  # of settings that are none
         return _greedy(row, a.V, mask, top)
     number = v.uniform(v.read_i64(a.seeds + 8 * r), v.read_i32(a.draws + 4 * r))
-    target = number * _accumulate(scratch, n)
+    target = number * _accumulate(weights, n)
     low, high = np.int64(0), n - 1
     while low < high:
         middle = (low + high) >> 1

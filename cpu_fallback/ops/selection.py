@@ -65,7 +65,7 @@ def select_pages(a, rank, size, scratch):
 
     `group`: query heads of a key/value head; `scorer`: kernel of queries and fp32 cells.
     Scratch: the queries of a group, what is above zero and then what is below; the bounds of some
-    pages, and their scores for each query; of each page its score and its weight; a number.
+    pages, and their scores for each query; of each page its score and its weight.
     """
     begin, end = share(a.M * a.H, rank, size)
     for unit in range(begin, end):
@@ -206,29 +206,25 @@ def _sum(scores, weights, old, cut):
 @device
 def _cut(scores, weights, old, highest, goal):
     """Return the highest score whose pages, with all that are above, count at least so much."""
-    number = weights + 4 * padded(old)
-    low, high = _rank(-_LARGEST, number), _rank(highest, number)
+    low, high = _rank(-_LARGEST), _rank(highest)
     while low < high:
         middle = low + (high - low + 1) // 2
-        if _sum(scores, weights, old, _ranked(middle, number)) >= goal:
+        if _sum(scores, weights, old, _ranked(middle)) >= goal:
             low = middle
         else:
             high = middle - 1
-    return _ranked(low, number)
+    return _ranked(low)
 
 
 @device
-def _rank(x, number):
+def _rank(x):
     """Return an integer that is larger for larger fp32."""
-    v.write_f32(number, x)
-    bits = v.read_i32(number)
+    bits = v.bits_of(x)
     return bits if bits >= 0 else bits ^ 0x7FFFFFFF
 
 
-@device
-def _ranked(rank, number):
-    v.write_i32(number, rank if rank >= 0 else rank ^ 0x7FFFFFFF)
-    return v.read_f32(number)
+# Return the fp32 of a rank.
+_ranked = device(lambda rank: v.float_of(rank if rank >= 0 else rank ^ 0x7FFFFFFF))
 
 
 @device
@@ -266,9 +262,8 @@ def _select_pages(call: BoundCall) -> list[Launch]:
             f"select_pages: 'listed' has {call.dim('W')} words; {blocks} pages need "
             f"{-(-blocks // WORD)}"
         )
-    sizes = (-(-size // 16) * 16 for size in (d, blocks))
-    query, scores = next(sizes), next(sizes)
-    scratch = 8 * (group + _PAGES) * query + SCORES * group + 8 * scores + 64
+    query, scores = (-(-size // 16) * 16 for size in (d, blocks))
+    scratch = 8 * (group + _PAGES) * query + SCORES * group + 8 * scores
     return [call.launch(select_pages, (group, FLOATS["f32"].score), scratch, _SHARES)]
 
 

@@ -23,7 +23,7 @@ from cpu_fallback.lanes.isa import CURRENT
 from cpu_fallback.lanes.jit import Kernel, cgutils, device, i64, void
 from cpu_fallback.lanes.record import executes
 from cpu_fallback.ops.bind import BoundCall, share
-from cpu_fallback.ops.epilogue import expect, write_rows
+from cpu_fallback.ops.epilogue import write_rows
 from cpu_fallback.ops.linear import SHARES, Tiled, is_filled, multiply_tiles, panels_room, tiled
 from cpu_fallback.team.tape import Launch
 from cpu_fallback.tiles.columns import columns_of, interleaved, packed
@@ -82,9 +82,7 @@ class _Cursor:
     def __init__(self, b: Any, state: Any, panel: Any, width: Any, last: Any) -> None:
         self._b, self._places, self._panel = b, (state, v.behind(b, state, 8)), panel
         self._width, self._last = width, last
-        self._entry, self._line = (
-            cgutils.alloca_once_value(b, v.emit_load(b, v.INT64, at)) for at in self._places
-        )
+        self._entry, self._line = v.variables(b, (v.emit_load(b, v.INT64, a) for a in self._places))
 
     def ask(self) -> None:
         """Emit a request for four lines, and go on."""
@@ -138,10 +136,7 @@ def _chunk_of(scale: str) -> Any:
     def chunk(b, panel, blocks, count, entries, codes, place, width, x_scale, total, state, last):
         """Add to totals the products with `count` blocks of columns, times their scale."""
         cursor = _Cursor(b, state, panel, width, last)
-        parts = [cgutils.alloca_once(b, v.F32.llvm) for _ in shifts]
-        sums = [cgutils.alloca_once(b, v.I32.llvm) for _ in shifts]
-        for slot in parts:
-            b.store(v.constant(v.F32, 0.0), slot)
+        parts = v.variables(b, [v.constant(v.F32, 0.0)] * len(shifts))
         line = v.emit_at(b, panel, place, LINE)
         first = v.emit_at(b, panel, place, 2 * LINE * _SIZE[scale])
         with cgutils.for_range(b, count) as outer:
@@ -150,8 +145,7 @@ def _chunk_of(scale: str) -> Any:
                 v.emit_load(b, v.INT32, v.behind(b, here, 4 * i)) for i in range(3)
             )
             start = v.spread(b, v.I32, start)
-            for slot, shift in zip(sums, shifts, strict=True):
-                b.store(b.shl(start, v.constant(v.I32, shift)), slot)
+            sums = v.variables(b, (b.shl(start, v.constant(v.I32, shift)) for shift in shifts))
             begin, end = b.sext(begin, v.INT64), b.sext(end, v.INT64)
             _emit_columns(b, cursor, line, (entries, codes, begin, end), sums, 2)
             head = b.sub(v.emit_at(b, entries, begin, 4), v.number(4 * heads))
@@ -273,7 +267,7 @@ def skip_columns(a, rank, size, scratch):
     """Multiply what few columns take; each thread has a range of panels or tiles."""
     if not _pays(a):
         first, last = share((a.N + 15) >> 4, rank, size)
-        multiply_tiles(a, scratch, first, last, expect, write_rows)
+        multiply_tiles(a, scratch, first, last)
         return
     first, last = share(a.panels, rank, size)
     if first == last:

@@ -16,7 +16,7 @@ from llvmlite import ir
 from clocher_kernels.dtypes import E2M1_VALUES
 from cpu_fallback.lanes import language as v
 from cpu_fallback.lanes.isa import CURRENT
-from cpu_fallback.lanes.jit import Kernel, VecT, cgutils, device, i64, void
+from cpu_fallback.lanes.jit import Kernel, VecT, device, i64, void
 from cpu_fallback.ops import product
 from cpu_fallback.ops.bind import BoundCall
 from cpu_fallback.ops.decode import DECODERS, first_scale, scales_at, weight_record
@@ -100,7 +100,7 @@ KINDS = {
     "int4": Kind(_int4, 4, 1.0),
     "mxfp4": Kind(_scaled(_plain("e2m1")), 4, 1.0),
 }
-if CURRENT.f16c:
+if CURRENT.fma:
     KINDS |= {
         "f16": Kind(_plain("f16"), 16),
         "e4m3": Kind(_scaled(_plain("e4m3", _e4m3)), 8, 256.0, twice=_e4m3),
@@ -124,9 +124,7 @@ _LINE = 64
 _SIDE_BITS = 32  # of a column of the rows that lie side by side: one of fp32, four of bytes
 _LINES = 4  # cache lines that a turn of the loop takes from the rows of a tile, all in all
 _TWO = min(2, WIDE)
-_RUNS = product.PANEL_BYTES // (
-    8 * product.ROWS
-)  # of columns with a scale; scales and zeros fit in the panel
+_RUNS = product.PANEL_BYTES // 8 // product.ROWS  # with scales: these and zeros fill the panel
 _ROW = 4 * _RUNS  # bytes from the scales of a row to those of the next
 _ZEROS = product.PANEL_BYTES // 2  # from a scale to its zero point
 
@@ -151,18 +149,14 @@ def _emit_tile(b: Any, tile: _Tile) -> None:
     tiles = [(t, r) for t in range(len(xs)) for r in range(rows)]
     lines = [v.emit_at(b, tile.w, v.number(r), tile.stride) for r in range(rows)]
     places = [v.behind(b, tile.acc, _VECTOR * (t * product.ROWS + r)) for t, r in tiles]
-    slots = [cgutils.alloca_once(b, v.F32.llvm) for _ in tiles]
-    for slot, place in zip(slots, places, strict=True):
-        b.store(code.arranged(b, v.emit_load(b, v.F32.llvm, place)), slot)
-    scale_at = cgutils.alloca_once_value(b, tile.scales)
+    before = (v.emit_load(b, v.F32.llvm, place) for place in places)
+    slots = v.variables(b, (code.arranged(b, sums) for sums in before))
+    (scale_at,) = v.variables(b, [tile.scales])
     lines_each = 1 if code.twice else max(1, _LINES // rows)
     in_lines = code.bits > 8 or code.twice
     wide = lines_each * _LINE * 8 // code.bits if in_lines else LEAST_GROUP
 
-    def loop(start: Any, stop: Any, step: Any) -> Any:
-        return cgutils.for_range_slice(b, start, stop, step, v.INT64)
-
-    with loop(v.number(0), tile.k, tile.run) as (first, _):
+    with v.loop(b, 0, tile.k, tile.run) as (first, _):
         own: list[Any] = [None] * rows
         if code.factor:
             at = b.load(scale_at)
@@ -200,7 +194,7 @@ def _emit_tile(b: Any, tile: _Tile) -> None:
         turns, whole = (b.add(first, b.and_(count, v.number(-n))) for n in (wide, v.LANES))
         # The processor's own prefetcher stops at the end of every row, so the rows of the next tile
         # are asked for in one stream.
-        with loop(first, turns, v.number(wide)) as (offset, _):
+        with v.loop(b, first, turns, wide) as (offset, _):
             done = b.add(tile.stride, code.nbytes(b, offset))
             ahead = b.add(lines[0], b.mul(done, v.number(rows)))
             for part in range(0, rows * wide * code.bits // 8 if rows > 1 else 0, _LINE):
@@ -211,7 +205,7 @@ def _emit_tile(b: Any, tile: _Tile) -> None:
                         step(r, v.behind(b, offset, part), v.emit_load)
                     else:
                         two_steps(r, v.behind(b, offset, part))
-        with loop(turns, whole, v.number(v.LANES)) as (offset, _):
+        with v.loop(b, turns, whole, v.LANES) as (offset, _):
             for r in range(rows):
                 step(r, offset, v.emit_load)
         tail = b.sub(last, whole)

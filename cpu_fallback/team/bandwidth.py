@@ -77,7 +77,7 @@ class Reader:
         """
         passes, sums = -(-_LEAST_BYTES // self.nbytes), np.zeros((threads, 8), np.int64)
         share = _Share(self._data.ctypes.data, self.nbytes // _LINES, passes, sums.ctypes.data)
-        launch = Launch(read_share, tuple(words(share)), frozenset(), frozenset())
+        launch = Launch(read_share, tuple(words(share)))
         team = Team(threads, encode([launch]), 0, Hints(adaptive=False))
         times: list[int] = []
         try:

@@ -35,7 +35,7 @@ for `Pace`.
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from llvmlite import ir
@@ -44,7 +44,6 @@ from llvmlite.binding import get_process_triple
 from cpu_fallback.lanes import language as v
 from cpu_fallback.lanes.isa import CURRENT
 from cpu_fallback.lanes.jit import Kernel, cgutils, device, i64, void
-from cpu_fallback.lanes.record import reader, words
 
 M, R, TAPES, SCRATCH, SCRATCH_BYTES, STEP_NS = range(6)
 EPOCH, STOP, ARRIVED, PASSED, LOST = 8, 16, 24, 32, 40
@@ -167,8 +166,8 @@ class Launch:
     # int64 values it reads: addresses, sizes, counts, bits of floats. A Kernel stands for its
     # address.
     fields: Sequence[int | Kernel]
-    reads: frozenset[str]  # names of the buffers it reads
-    writes: frozenset[str]  # names of the buffers it writes
+    reads: frozenset[str] = frozenset()  # names of the buffers it reads
+    writes: frozenset[str] = frozenset()  # names of the buffers it writes
     scratch: int = 0  # bytes of scratch memory that it needs per thread
     # how many shares per thread the work is divided into. More than 1 lets threads help each other
     # out; the kernel is then called once for each share.
@@ -323,24 +322,10 @@ def _serve(ctl, rank, seen):
 serve = Kernel(_serve, i64)
 
 
-_NOTHING: frozenset[str] = frozenset()
-
-
-class Column(NamedTuple):
-    """Where a time goes: address of the first thread's, bytes from one thread to the next."""
-
-    address: int
-    stride: int
-
-
-_column_at = reader(Column)
-
-
 @Kernel
 def stamp(rec, ctl, rank, size, scratch):
-    """Write the time of this thread."""
-    column = _column_at(rec)
-    v.write_i64(column.address + rank * column.stride, now_ns())
+    """Write the time of this thread; fields: where the first thread's goes, bytes to the next."""
+    v.write_i64(v.read_i64(rec) + rank * v.read_i64(rec + 8), now_ns())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -362,5 +347,4 @@ class Stamps:
 
     def at(self, column: int) -> Launch:
         """Return the launch that stamps a column."""
-        place = Column(self.times.ctypes.data + 8 * column, self.times.strides[0])
-        return Launch(stamp, tuple(words(place)), _NOTHING, _NOTHING)
+        return Launch(stamp, (self.times.ctypes.data + 8 * column, self.times.strides[0]))

@@ -19,7 +19,6 @@ With a `Placement` each thread is pinned to its CPU: workers for life, the calli
 is inside `running`.
 """
 
-import ctypes
 import os
 import threading
 import weakref
@@ -94,7 +93,7 @@ class Team:
             from cpu_fallback.team.openmp import lead
 
             runtime.write(self._control)
-        self._lead = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 4)(lead.address)
+        self._lead = lead.callable
         self._inside = 0
         self._led_by = 0
         self._before: frozenset[int] = frozenset()
@@ -218,7 +217,7 @@ class _Worker:
         self._asleep = threading.Lock()
         self._asleep.acquire()
         self.closing = False
-        self._serve = ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * 3)(tape.serve.address)
+        self._serve = tape.serve.callable
         self._control = control
         self._rank = rank
         self._cpu = cpu

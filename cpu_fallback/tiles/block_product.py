@@ -83,10 +83,9 @@ class BlockEmitter:
             units = strip_units(b, units, strip.start)
             start = b.udiv(strip.start, v.number(UNITS))
         with cgutils.for_range(b, b.udiv(units, v.number(BLOCK // UNIT))) as blocks:
-            size = self.layout.lines * LINE
-            at = b.add(tile, b.mul(blocks.index, v.number(size)))
+            at = v.emit_at(b, tile, blocks.index, self.layout.lines * LINE)
             head = self.kind.head(Lines(b, at))
-            place = b.add(start, b.mul(blocks.index, v.number(2)))
+            place = v.emit_at(b, start, blocks.index, 2)
             if strip:
                 operands = v.emit_at(b, strip.at, blocks.index, 2 * self.kind.half_bytes)
                 self.block = strip._replace(at=operands)
@@ -125,8 +124,7 @@ class BlockEmitter:
             for t in range(self.tokens):
                 low = v.constant(v.I32, 0)
                 for unit, own in zip(summed, words, strict=True):
-                    at = b.mul(index, v.number(UNITS // self.per_sum))
-                    at = b.add(at, v.number(unit // self.per_sum))
+                    at = v.emit_at(b, unit // self.per_sum, index, UNITS // self.per_sum)
                     low = b.add(low, self._low(own, at, t))
                 if head.dmin is None and self.real:
                     less = b.fmul(b.sitofp(low, v.F32.llvm), v.constant(v.F32, -kind.bias))
@@ -291,7 +289,7 @@ class BlockEmitter:
     def _low(self, words: Any, index: Any, t: int) -> Any:
         """Emit words times the sums of activations."""
         b = self.b
-        at = b.add(self.sums, b.add(b.mul(index, self.row), v.number(4 * t)))
+        at = v.emit_at(b, v.behind(b, self.sums, 4 * t), index, self.row)
         return m.pair_dots(b, words, b.bitcast(v.emit_everywhere(b, v.I32, at), v.SHORTS))
 
     def _words(self, dwords: list[Any], first: int, second: int, place: int) -> Any:
@@ -322,11 +320,10 @@ class BlockEmitter:
     def activations(self, index: Any, column: int, t: int) -> Any:
         """Emit four codes of a token in every lane, from a column of a half."""
         b = self.b
-        unit = b.add(b.mul(index, v.number(UNITS)), v.number(column // UNIT))
-        at = b.add(self.codes, b.add(b.mul(unit, self.line), v.number(UNIT * t + column % UNIT)))
+        unit = v.emit_at(b, column // UNIT, index, UNITS)
+        at = v.emit_at(b, v.behind(b, self.codes, UNIT * t + column % UNIT), unit, self.line)
         return b.bitcast(v.emit_everywhere(b, v.I32, at), v.BYTES.llvm)
 
     def _activation_scale(self, place: Any, t: int) -> Any:
-        b = self.b
-        at = b.add(self.scales, b.add(b.mul(place, self.row), v.number(4 * t)))
-        return v.emit_everywhere(b, v.F32, at)
+        at = v.emit_at(self.b, v.behind(self.b, self.scales, 4 * t), place, self.row)
+        return v.emit_everywhere(self.b, v.F32, at)

@@ -17,7 +17,6 @@ from clocher_kernels.formats.ggml_blocks import IQ4_VALUES
 from clocher_kernels.formats.tcq import TCQ
 from cpu_fallback.lanes import language as v
 from cpu_fallback.lanes.isa import CURRENT
-from cpu_fallback.lanes.jit import cgutils
 from cpu_fallback.tiles import multiply as m
 from cpu_fallback.tiles.layout import BIAS, LINE, LINES, OPERANDS, UNIT, Layout
 from cpu_fallback.tiles.operands import Load, bits, look_up, trellis_fields, trellis_level
@@ -31,8 +30,6 @@ NUMBER = 0x4B400000
 """The bits of 1.5 * 2^23 as fp32. An integer below 2^22 added to them is that number plus it."""
 NUMBER_F32 = 1.5 * 2**23
 _NUMBERS = 128  # Columns whose sum is below 2^22, whatever the code
-
-_QUARTER = 16  # Bytes of a register of NEON
 
 
 def ask(b: Any, line: Any, tokens: int) -> None:
@@ -103,12 +100,7 @@ class Dots:
             # Zero point times negative sum: int16 products, whose high halves are zero.
             pairs = m.pair_dots(b, b.bitcast(zeros, v.SHORTS), b.bitcast(start, v.SHORTS))
             start = b.add(pairs, v.constant(v.I32, NUMBER * self.number))
-        sums = []
-        for i in range(len(self.shifts)):
-            slot = cgutils.alloca_once(b, v.I32.llvm)
-            b.store(start if i == 0 else v.constant(v.I32, 0), slot)
-            sums.append(slot)
-        return sums
+        return v.variables(b, [start, *[v.constant(v.I32, 0)] * (len(self.shifts) - 1)])
 
     def unit(
         self,

@@ -129,16 +129,7 @@ def _codes(tensor: QuantTensor, first: int, last: int) -> np.ndarray:
 
 def interleaved(b: Any, lines: list[Any]) -> list[Any]:
     """Emit dwords of a byte of each of four lines: the v-th are of bytes 16 l + 4 v + d."""
-    pairs = [_zipped(b, *lines[i : i + 2], half) for half in (0, 8) for i in (0, 2)]
+    pairs = [v.interleave(b, *lines[i : i + 2], half) for half in (0, 1) for i in (0, 2)]
     shorts = [b.bitcast(pair, v.SHORTS) for pair in pairs]
-    mixed = [_zipped(b, *shorts[i : i + 2], half) for i in (0, 2) for half in (0, 4)]
+    mixed = [v.interleave(b, *shorts[i : i + 2], half) for i in (0, 2) for half in (0, 1)]
     return [b.bitcast(four, v.BYTES.llvm) for four in mixed]
-
-
-def _zipped(b: Any, first: Any, second: Any, half: int) -> Any:
-    """Emit the elements of two vectors in turn, of the first or second half of each 16 bytes."""
-    count = first.type.count
-    lane = count // 4
-    starts = range(half, count, lane)
-    places = [i for start in starts for i in range(start, start + lane // 2)]
-    return v.shuffle(b, first, second, [i + other for i in places for other in (0, count)])

@@ -35,7 +35,7 @@ class _Pointer:
 
     def __init__(self, b: Any, address: Any) -> None:
         self._b = b
-        self._slot = cgutils.alloca_once_value(b, address)
+        (self._slot,) = v.variables(b, [address])
 
     def take(self, nbytes: Any) -> Any:
         """Return the address, and advance it."""
@@ -79,8 +79,7 @@ class Emitter:
         self.codes = _Pointer(b, b.add(panel, b.mul(first, own)))
         self.starts = _Pointer(b, b.add(starts, place))
         self.scales = _Pointer(b, b.add(scales, place))
-        self.head = cgutils.alloca_once_value(b, tile)
-        self.index = cgutils.alloca_once_value(b, v.number(0))
+        self.head, self.index = v.variables(b, [tile, v.number(0)])
         self.out = b.add(out, b.mul(first, v.number(4 * ROWS)))
         whole = units
         if self.strip:
@@ -142,12 +141,6 @@ class Emitter:
         b.branch(head)
         b.position_at_end(end)
 
-    def _zeros(self) -> list[Any]:
-        slots = [cgutils.alloca_once(self.b, v.F32.llvm) for _ in range(self.tokens)]
-        for slot in slots:
-            self.b.store(v.constant(v.F32, 0.0), slot)
-        return slots
-
     def _add(self, slots: list[Any], values: list[Any], scales: list[Any]) -> None:
         for slot, value, scale in zip(slots, values, scales, strict=True):
             self.b.store(v.emit_fma(self.b, value, scale, self.b.load(slot)), slot)
@@ -192,7 +185,7 @@ class Emitter:
         self, units: Any, block: int, offset: Any = None, begun: list[Any] | None = None
     ) -> list[Any]:
         """Emit the sum over blocks, each scaled by the scale that changes with every block."""
-        parts = self._zeros() if begun is None else begun
+        parts = begun or v.variables(self.b, [v.constant(v.F32, 0.0)] * self.tokens)
         with self._steps(units, block) as within:
             if self.wide == block:
                 scale, offset = self._weight_scales()
@@ -209,14 +202,12 @@ class Emitter:
 
     def _begun(self, at: Any, offset: Any) -> list[Any]:
         """Emit what sums begin with."""
-        b = self.b
-        places = [b.add(at, v.number(4 * i)) for i in range(self.tokens)]
         if self.minima:
-            self.lows = [v.emit_everywhere(b, v.F32, place) for place in places]
+            self.lows = self._of_tokens(v.F32, at)
             starts, offset = [v.constant(v.I32, NUMBER * self.dots.number)] * self.tokens, None
         else:
-            starts = [v.emit_everywhere(b, v.I32, place) for place in places]
-        return [self.dots.begin(b, start, offset) for start in starts]
+            starts = self._of_tokens(v.I32, at)
+        return [self.dots.begin(self.b, start, offset) for start in starts]
 
     def _dots(self, units: Any, offset: Callable[[], Any]) -> list[Any]:
         """Emit the exact sum over one block; if `late` what it begins with is added at the end."""
@@ -250,8 +241,7 @@ class Emitter:
         assert self.strip
         self.weights.take(b.mul(units, v.number(self.dots.lines * LINE)))
         if self.minima:
-            places = [b.add(at, v.number(4 * i)) for i in range(self.tokens)]
-            self.lows = [v.emit_everywhere(b, v.F32, place) for place in places]
+            self.lows = self._of_tokens(v.F32, at)
         sums = self.sums.take(SUMS_BYTES)
         rows = [v.behind(b, sums, 4 * ROWS * i) for i in range(self.tokens)]
         self.integers = [b.inttoptr(row, v.I32.llvm.as_pointer()) for row in rows]
@@ -276,10 +266,12 @@ class Emitter:
         return []
 
     def _activation_scales(self) -> list[Any]:
-        b = self.b
-        at = self.scales.take(self.row)
-        places = [b.add(at, v.number(4 * i)) for i in range(self.tokens)]
-        return [v.emit_everywhere(b, v.F32, place) for place in places]
+        return self._of_tokens(v.F32, self.scales.take(self.row))
+
+    def _of_tokens(self, kind: Any, at: Any) -> list[Any]:
+        """Emit the loads of a number of each token, next to each other, in every lane."""
+        places = [v.behind(self.b, at, 4 * i) for i in range(self.tokens)]
+        return [v.emit_everywhere(self.b, kind, place) for place in places]
 
     def _record(self) -> Any:
         """Emit the step to the scales of a block; return their address."""

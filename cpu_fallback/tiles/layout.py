@@ -122,10 +122,6 @@ class Layout:
             size += -(-blocks // self.per_head) * self.head
         return size + (LINE if self.by_row else 0)
 
-    def nbytes(self, shape: tuple[int, ...]) -> int:
-        """Return the bytes of the tiles of a tensor [N, K] or [E, N, K]."""
-        return tiles_in(shape) * self.tile_bytes(shape[-1])
-
 
 @cache
 def _order(kind: str) -> tuple[int, ...]:
@@ -169,10 +165,6 @@ class BlockLayout:
         """Return the bytes of a tile of K columns, a multiple of 256."""
         return k // BLOCK * self.lines * LINE
 
-    def nbytes(self, shape: tuple[int, ...]) -> int:
-        """Return the bytes of the tiles of a tensor [N, K] or [E, N, K]."""
-        return tiles_in(shape) * self.tile_bytes(shape[-1])
-
 
 _UNITS = {
     "q4_1": Layout("q4", "f16", UNIT, "minima"),
@@ -187,6 +179,11 @@ def tiles_in(shape: tuple[int, ...]) -> int:
     """Return the tiles of a tensor [N, K] or [E, N, K]."""
     *lead, n, _ = shape
     return -(-n // ROWS) * (lead[0] if lead else 1)
+
+
+def nbytes_of(layout: Layout | BlockLayout, shape: tuple[int, ...]) -> int:
+    """Return the bytes of the tiles of a tensor [N, K] or [E, N, K]."""
+    return tiles_in(shape) * layout.tile_bytes(shape[-1])
 
 
 def layout_of(op_name: str, fmt: Format) -> Layout | BlockLayout:

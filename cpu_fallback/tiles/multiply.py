@@ -9,6 +9,7 @@ no start. They are stored, int32 [16 tokens, 16 rows], for the columns that are 
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import llvmlite.binding as llvm
@@ -29,8 +30,7 @@ def registers(b: Any, vector: Any) -> list[Any]:
 
 def dot(b: Any, total: Any, weights: Any, x: Any) -> Any:
     """Emit int32 [16] plus four products of unsigned and signed bytes each, for VNNI."""
-    parts = zip(*(registers(b, value) for value in (total, weights, x)), strict=True)
-    return v.join(b, [register_dot(b, *part) for part in parts])
+    return v.by_pieces(b, REGISTERS, partial(register_dot, b), total, weights, x)
 
 
 def register_dot(b: Any, total: Any, weights: Any, x: Any) -> Any:
@@ -123,7 +123,7 @@ def emit_split(b: Any, total: Any, weights: Any, x: Any) -> Any:
     On NEON both are signed, and a product is an instruction.
     """
     if CURRENT.neon:
-        return v.each_quarter(b, lambda *parts: emit_sdot(b, *parts), total, weights, x)
+        return v.by_pieces(b, 4, partial(emit_sdot, b), total, weights, x)
     eight = v.constant(v.SHORTS, 8)
     w, x = b.bitcast(weights, v.SHORTS), b.bitcast(x, v.SHORTS)
     even = (b.and_(w, v.constant(v.SHORTS, 255)), b.ashr(b.shl(x, eight), eight))
@@ -136,8 +136,7 @@ def emit_split(b: Any, total: Any, weights: Any, x: Any) -> Any:
 def pair_dots(b: Any, left: Any, right: Any) -> Any:
     """Emit products of int16 [32], added in pairs to int32 [16]."""
     if CURRENT.avx2:
-        pairs = zip(registers(b, left), registers(b, right), strict=True)
-        return v.join(b, [madd_shorts(b, *pair) for pair in pairs])
+        return v.by_pieces(b, REGISTERS, partial(madd_shorts, b), left, right)
     if CURRENT.neon:
         return _neon_pair_dots(b, left, right)
     products = []
@@ -180,7 +179,7 @@ def neon_look_up(b: Any, entries: Sequence[int], indices: Any) -> Any:
     def look(part: Any) -> Any:
         return v.call(b, "llvm.aarch64.neon.tbl1.v16i8", SIXTEEN, table, part)
 
-    return look(indices) if indices.type == SIXTEEN else v.each_quarter(b, look, indices)
+    return look(indices) if indices.type == SIXTEEN else v.by_pieces(b, 4, look, indices)
 
 
 def _neon_pair_dots(b: Any, left: Any, right: Any) -> Any:
@@ -193,7 +192,7 @@ def _neon_pair_dots(b: Any, left: Any, right: Any) -> Any:
             halves.append(v.call(b, "llvm.aarch64.neon.smull.v4i32", FOUR, *parts))
         return v.call(b, "llvm.aarch64.neon.addp.v4i32", FOUR, *halves)
 
-    return v.each_quarter(b, products, left, right)
+    return v.by_pieces(b, 4, products, left, right)
 
 
 def neon_bits(b: Any, vector: Any, shift: int, mask: int) -> Any:

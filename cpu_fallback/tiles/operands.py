@@ -7,7 +7,7 @@ says which line is which.
 """
 
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 from llvmlite import ir
@@ -48,11 +48,8 @@ def look_up(b: Any, table: Sequence[int], nibbles: Any) -> Any:
         entries = ir.Constant(v.BYTES.llvm, table * 4)
         return v.call(b, "llvm.x86.avx512.pshuf.b.512", v.BYTES.llvm, entries, nibbles)
     if CURRENT.avx2:
-        entries = ir.Constant(_WORDS, table * 2)
-        if nibbles.type == _WORDS:
-            return v.call(b, "llvm.x86.avx2.pshuf.b", _WORDS, entries, nibbles)
-        halves = m.registers(b, nibbles)
-        return v.join(b, [v.call(b, "llvm.x86.avx2.pshuf.b", _WORDS, entries, h) for h in halves])
+        look = partial(v.call, b, "llvm.x86.avx2.pshuf.b", _WORDS, ir.Constant(_WORDS, table * 2))
+        return look(nibbles) if nibbles.type == _WORDS else v.by_pieces(b, 2, look, nibbles)
     return _steps(b, table, nibbles)
 
 
@@ -138,12 +135,10 @@ class Lines:
 
     def line(self, index: int, further: int = 0) -> Any:
         """Emit the load of a line; in the second half, of the one `further` lines on."""
-        b = self.b
-        at = b.add(self._at, v.number(LINE * index))
+        at = v.behind(self.b, self._at, LINE * index)
         if further:
-            half = v.number(self.half) if isinstance(self.half, int) else self.half
-            at = b.add(at, b.mul(half, v.number(LINE * further)))
-        return v.emit_load(b, v.BYTES.llvm, at)
+            at = v.emit_at(self.b, at, self.half, LINE * further)
+        return v.emit_load(self.b, v.BYTES.llvm, at)
 
     def dwords(self, index: int) -> Any:
         """Emit the load of a line as int32 [16]."""

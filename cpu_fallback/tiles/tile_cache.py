@@ -35,7 +35,13 @@ import numpy as np
 
 from clocher_kernels.errors import UsageError
 from clocher_kernels.quant_tensor import QuantTensor
-from cpu_fallback.lanes.objects import cache_root, locked, open_private, private_directory
+from cpu_fallback.lanes.objects import (
+    cache_root,
+    locked,
+    open_private,
+    private_directory,
+    replacing,
+)
 from cpu_fallback.team.placement import usable_cpus
 from cpu_fallback.tiles.layout import SIGNED, Layout
 
@@ -148,15 +154,15 @@ _CHUNK = 4 << 20
 _given_up: set[Path] = set()  # Directories that this process does not use any more
 
 
+@dataclass(frozen=True)
 class TileCache:
     """Packed tensors by the hash of what they were packed from; `limit` is bytes of all files.
 
     A cache that cannot be read or written, or that others can write, costs time and never a result.
     """
 
-    def __init__(self, root: Path, limit: int) -> None:
-        self.root = root
-        self.limit = limit
+    root: Path
+    limit: int
 
     @property
     def directory(self) -> Path:
@@ -214,28 +220,19 @@ class TileCache:
         """Store tiles, u8, and make room for them."""
         if _HEADER + data.nbytes > self.limit or self.directory in _given_up:
             return
-        temporary = None
         try:
             directory = private_directory(self.root, _NAME, create=True)
             path, lock = directory / f"{key}.tiles", directory / ".lock"
-            temporary = directory / f".{key}.{os.getpid()}"
             header = _header(data)
-            with locked(lock):
-                temporary.unlink(missing_ok=True)  # of another process that had this number
-                descriptor = open_private(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
-                fcntl.flock(descriptor, fcntl.LOCK_EX)  # `_tidy` knows by it that we live
-            with open(descriptor, "wb") as file:
+            with ExitStack() as writing:
+                with locked(lock):
+                    file = writing.enter_context(replacing(path))
+                    fcntl.flock(file, fcntl.LOCK_EX)  # `_tidy` knows by it that we live
                 file.write(header)
                 file.write(data.data)
-                file.flush()
-                os.fsync(file.fileno())
-                with locked(lock):
-                    temporary.replace(path)
-                    self._tidy(path)
+            with locked(lock):
+                self._tidy(path)
         except OSError as error:
-            if temporary is not None:
-                with suppress(OSError):
-                    temporary.unlink()
             self._give_up("store", error)
 
     def _give_up(self, what: str, error: OSError) -> None:

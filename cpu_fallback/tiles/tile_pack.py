@@ -6,7 +6,6 @@ every Plan of a model shares it; then it gives back the pages of the mapped file
 it returns.
 """
 
-import ctypes
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -22,7 +21,15 @@ from cpu_fallback.lanes.record import words
 from cpu_fallback.team.large_pages import Kept, ask_for, fetched, give_back
 from cpu_fallback.tiles import layout as layouts
 from cpu_fallback.tiles import tile_cache
-from cpu_fallback.tiles.layout import ROWS, UNIT, BlockLayout, Layout, layout_of, tiles_in
+from cpu_fallback.tiles.layout import (
+    ROWS,
+    UNIT,
+    BlockLayout,
+    Layout,
+    layout_of,
+    nbytes_of,
+    tiles_in,
+)
 from cpu_fallback.tiles.tile_cache import TileCache, key_of
 from cpu_fallback.tiles.tile_lines import Source, pack_lines, pack_ternary, pack_trellis
 
@@ -111,7 +118,7 @@ def _give_back(tensor: QuantTensor) -> None:
 
 def _load_or_store(cache: TileCache, layout: Layout | BlockLayout, tensor: QuantTensor) -> Tiles:
     """Return tiles, which the processes of a machine share if they can be stored."""
-    key, nbytes = key_of(layout, tensor, VERSION), layout.nbytes(tensor.shape)
+    key, nbytes = key_of(layout, tensor, VERSION), nbytes_of(layout, tensor.shape)
     data = cache.read(key, nbytes)
     if data is None:
         with cache.alone():
@@ -136,12 +143,11 @@ def _parts(
     layout: Layout | BlockLayout, tensor: QuantTensor
 ) -> tuple[Tiles, list[tile_cache.Part]]:
     """Return the tiles of a tensor before they are filled, and what fills them."""
-    packed = _around(layout, tensor, fetched(layout.nbytes(tensor.shape)))
+    packed = _around(layout, tensor, fetched(nbytes_of(layout, tensor.shape)))
     damaged = np.zeros(1, np.int64)
     source, rows, beside = _source(layout, tensor, packed, damaged)
     kernel = {Ternary: pack_ternary, Tcq: pack_trellis}.get(type(tensor.format), pack_lines)
     form = np.array(list(words(source)), np.int64)
-    call = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 3)(kernel.address)
     tiles = tiles_in(tensor.shape)
     step = max(1, _CHUNK // packed.tile_bytes)
     read = (tensor, packed, rows, beside)
@@ -149,7 +155,7 @@ def _parts(
     def part(first: int, _alive: object = read) -> None:  # what the addresses lead to
         for array in () if first else rows.arrays:
             ask_for(array)
-        call(form.ctypes.data, first, min(first + step, tiles))
+        kernel.callable(form.ctypes.data, first, min(first + step, tiles))
         if damaged[0]:
             raise FormatError(
                 f"{rows.where or tensor.format.name}: a scale is NaN or infinite; the file is "

@@ -26,14 +26,13 @@ words for each run of columns, one for each unit's minima, and one for each part
 AMX the sums of the columns that are summed in int32 follow.
 """
 
-from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 from clocher_kernels.formats.tcq import TCQ
 from cpu_fallback.lanes import language as v
 from cpu_fallback.lanes.isa import CURRENT
-from cpu_fallback.lanes.jit import Kernel, cgutils, i64, void
+from cpu_fallback.lanes.jit import Kernel, cgutils, device, i64, void
 from cpu_fallback.tiles import multiply as m
 from cpu_fallback.tiles.block_product import BlockEmitter
 from cpu_fallback.tiles.byte_dots import Strip, dots_of
@@ -44,86 +43,69 @@ from cpu_fallback.tiles.operands import UNITS, kind_of
 TOKENS = (1, 2, 3, 4, 6, 8, 16)
 
 
-def _emitter(layout: Layout | BlockLayout, group: int, tokens: int) -> Callable[..., Any]:
-    @v.op(void, i64, i64, i64, i64, i64, i64, i64)
-    def emit(b, tile, panel, out, units, width, first, ahead):
-        own: Any = BlockEmitter if isinstance(layout, BlockLayout) else Emitter
-        own(b, layout, group, tokens).emit(tile, panel, out, units, width, first, ahead)
+def _pass(layout: Layout | BlockLayout, group: int, tokens: int) -> Any:
+    """Return the product of a tile with some tokens of a panel, from `first` on."""
 
-    return emit
+    @v.op(void, *[i64] * 7)
+    def multiply(b, tile, panel, out, units, width, first, ahead):
+        _emitter(layout)(b, layout, group, tokens).emit(
+            tile, panel, out, units, width, first, ahead
+        )
+
+    return multiply
 
 
-def _product(emit: dict[int, Any], at_once: int) -> Callable[..., None]:
-    """Return the product of a panel, in passes over the tile whose sums registers hold."""
-    one, two, three, four, six, eight, sixteen = map(emit.get, TOKENS)
-    if at_once == 16:
+def _emitter(layout: Layout | BlockLayout) -> Any:
+    return BlockEmitter if isinstance(layout, BlockLayout) else Emitter
 
-        def product(tile, panel, out, units, tokens, ahead):
-            if tokens == 1:
-                one(tile, panel, out, units, 1, 0, ahead)
-            elif tokens == 2:
-                two(tile, panel, out, units, 2, 0, ahead)
-            elif tokens == 3:
-                three(tile, panel, out, units, 3, 0, ahead)
-            elif tokens == 4:
-                four(tile, panel, out, units, 4, 0, ahead)
-            elif tokens == 6:
-                six(tile, panel, out, units, 6, 0, ahead)
-            elif tokens == 8:
-                eight(tile, panel, out, units, 8, 0, ahead)
-            else:
-                sixteen(tile, panel, out, units, 16, 0, ahead)
 
-    elif at_once > 4:
-        many, most = emit[at_once], at_once
-        even = 8 if most == 6 else 0  # two passes of four, for six and two would take longer
+def _alone(tokens: int, emit: Any, others: Any) -> Any:
+    """Return the product of a panel that has this many tokens in one pass, or what it is else."""
 
-        def product(tile, panel, out, units, tokens, ahead):
-            if tokens == 1:
-                one(tile, panel, out, units, 1, 0, ahead)
-            elif tokens == 2:
-                two(tile, panel, out, units, 2, 0, ahead)
-            else:
-                first = 0
-                while first < tokens:
-                    if tokens - first > 4 and tokens != even:
-                        many(tile, panel, out, units, tokens, first, ahead)
-                        first += most
-                    else:
-                        four(tile, panel, out, units, tokens, first, ahead)
-                        first += 4
-
-    elif at_once == 4:
-
-        def product(tile, panel, out, units, tokens, ahead):
-            if tokens == 1:
-                one(tile, panel, out, units, 1, 0, ahead)
-            elif tokens == 3:
-                three(tile, panel, out, units, 3, 0, ahead)
-            else:
-                for first in range(0, tokens, 4):
-                    if tokens - first == 2:
-                        two(tile, panel, out, units, tokens, first, ahead)
-                    else:
-                        four(tile, panel, out, units, tokens, first, ahead)
-
-    else:
-
-        def product(tile, panel, out, units, tokens, ahead):
-            for first in range(tokens):
-                one(tile, panel, out, units, tokens, first, ahead)
+    @device
+    def product(tile, panel, out, units, width, ahead):
+        if width == tokens:
+            emit(tile, panel, out, units, tokens, 0, ahead)
+        else:
+            others(tile, panel, out, units, width, ahead)
 
     return product
 
 
 @cache
 def product_of(layout: Layout | BlockLayout, group: int) -> Kernel:
-    """Return the kernel for a layout and an activation group: 32, 128 columns, or 0 for all."""
-    at_once = AT_ONCE
+    """Return the kernel for a layout and an activation group: 32, 128 columns, or 0 for all.
+
+    Passes over the tile are as wide as registers hold the sums.
+    """
+    most = AT_ONCE
     if isinstance(layout, BlockLayout):  # more code, and eight tokens are as fast as sixteen
-        at_once = min(at_once, 8)
-    emit = {t: _emitter(layout, group, t) for t in TOKENS if t <= at_once}
-    return Kernel(_product(emit, at_once), name=f"tile_product.{layout.name}_x{group}")
+        most = min(most, 8)
+    emit = {t: _pass(layout, group, t) for t in TOKENS if t <= most}
+    many, four, two = (emit[min(most, t)] for t in (most, 4, 2))
+    even = 8 if most == 6 else 0  # two passes of four, for six and two would take longer
+
+    @device
+    def passes(tile, panel, out, units, tokens, ahead):
+        first = 0
+        while first < tokens:
+            left = tokens - first
+            if most == 1 or (left > 4 and most > 4 and tokens != even):
+                many(tile, panel, out, units, tokens, first, ahead)
+                first += most
+            elif most == 4 and left == 2:
+                two(tile, panel, out, units, tokens, first, ahead)
+                first += 2
+            else:
+                four(tile, panel, out, units, tokens, first, ahead)
+                first += 4
+
+    product = passes
+    if most == 16:
+        product = device(lambda *args: many(*args[:4], 16, 0, args[5]))
+    for tokens in reversed({16: TOKENS[:-1], 4: (1, 3), 1: ()}.get(most, (1, 2))):
+        product = _alone(tokens, emit[tokens], product)
+    return Kernel(product.function, name=f"tile_product.{layout.name}_x{group}")
 
 
 call_product = v.caller(6)  # (product, tile, panel, out, units, tokens, ahead)
@@ -169,14 +151,14 @@ def strip_bytes(layout: Layout | BlockLayout) -> int:
     return operand_bytes(layout) + STRIP * parts * m.SUMS_BYTES * CURRENT.amx
 
 
-def _pass(layout: Layout | BlockLayout, group: int, tokens: int, decoded: bool) -> Any:
+def _strip_pass(layout: Layout | BlockLayout, group: int, tokens: int, decoded: bool) -> Any:
     """Return the product of a strip with some tokens of a panel, from `first` on."""
 
     @v.op(void, *[i64] * 9)
     def multiply(b, tile, operands, panel, out, units, width, first, start, ahead):
         strip = Strip(operands, start, decoded, v.behind(b, operands, operand_bytes(layout)))
-        own: Any = BlockEmitter if isinstance(layout, BlockLayout) else Emitter
-        own(b, layout, group, tokens, strip).emit(tile, panel, out, units, width, first, ahead)
+        emitter = _emitter(layout)(b, layout, group, tokens, strip)
+        emitter.emit(tile, panel, out, units, width, first, ahead)
 
     return multiply
 
@@ -194,8 +176,8 @@ def strip_product_of(layout: Layout | BlockLayout, group: int) -> Kernel:
         return Kernel(_decoded_product(layout, group), name=name)
     # Code that also decodes a block would leave the first cache to no other.
     done = 0 if isinstance(layout, BlockLayout) else 4
-    decode = _pass(layout, group, done, False)
-    four, two = (_pass(layout, group, tokens, True) for tokens in (4, 2))
+    decode = _strip_pass(layout, group, done, False)
+    four, two = (_strip_pass(layout, group, tokens, True) for tokens in (4, 2))
 
     def product(tile, strip, panel, out, units, tokens, start, fresh, ahead):
         first = 0
@@ -245,10 +227,10 @@ def _dots(layout: Layout | BlockLayout, group: int) -> Any:
     return dots
 
 
-def _decoded_product(layout: Layout | BlockLayout, group: int) -> Callable[..., None]:
+def _decoded_product(layout: Layout | BlockLayout, group: int) -> Any:
     """Return the product of a strip that is decoded apart, by AMX if there is that."""
-    decode = _pass(layout, group, 0, False)
-    eight, sixteen = (_pass(layout, group, tokens, True) for tokens in (8, 16))
+    decode = _strip_pass(layout, group, 0, False)
+    eight, sixteen = (_strip_pass(layout, group, tokens, True) for tokens in (8, 16))
     dots = _dots(layout, group) if CURRENT.amx else v.op(void, *[i64] * 5)(lambda b, *_: None)
 
     def product(tile, strip, panel, out, units, tokens, start, fresh, ahead):
