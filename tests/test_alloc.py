@@ -16,6 +16,7 @@ from clocher_runtime.quantize.alloc import (
     Option,
     allocate,
     allocation_table,
+    at_most,
     choose,
     unit_of,
 )
@@ -128,3 +129,39 @@ def test_allocating_a_trained_model():
         allocate(checkpoint, plan, text, target_bpw=4.2)
     with pytest.raises(UsageError, match="nothing to choose"):
         allocate(checkpoint, make_plan(checkpoint, head), text, target_bpw=9)
+
+
+def test_a_target_that_cannot_be_met_names_the_way_out():
+    checkpoint = open_checkpoint(LLAMA)
+    with pytest.raises(UsageError) as error:
+        at_most(make_plan(checkpoint, LINEARS), 3)
+    assert str(error.value) == (
+        "bits per weight of 3 cannot be met: the smallest formats give 4.125; raise --target-bpw "
+        "or --bits, or take trellises with --bits 3"
+    )
+    rule = {"pattern": LINEARS["pattern"]}
+    head = {"pattern": "lm_head.weight", "dtype": "tcq4"}
+    with pytest.raises(UsageError) as error:
+        at_most(make_plan(checkpoint, {**rule, "dtype": "tcq2", "method": "gptq"}, head), 2.1)
+    assert str(error.value).endswith(
+        "1 tensors keep the formats of their rules; raise --target-bpw or --bits, or give those a "
+        "smaller format with --rules FILE and --target-bpw"
+    )
+
+
+def test_the_size_of_a_target_is_never_too_low():
+    checkpoint = open_checkpoint(LLAMA)
+    head = {"pattern": "lm_head.weight", "dtype": "int8w", "group": 32}
+    plan = make_plan(checkpoint, LINEARS, head)
+    linears = [t for t in plan.tensors.values() if t.method == "imx"]
+    params = sum(t.params for t in linears)
+    limited = at_most(plan, 7)
+    assert 6.99 < limited.size["quantised_bpw"] <= 7 and limited.tensors == plan.tensors
+    planes = limited.size["quantised_bpw"] * sum(t.params for t in plan.tensors.values()) / 8
+    assert limited.plane_nbytes == planes - plan.tensors["lm_head.weight"].nbytes
+    difference = limited.plane_nbytes - sum(t.nbytes for t in linears)
+    assert limited.size["nbytes"] == plan.size["nbytes"] + difference
+    largest = at_most(plan, 16)
+    assert largest.plane_nbytes == params * CANDIDATES[-1].nbytes((1, 1024)) / 1024
+    rounded = make_plan(checkpoint, LINEARS | {"method": "rtn"})
+    assert at_most(rounded, 5).plane_nbytes == 0

@@ -114,7 +114,10 @@ def test_the_gate_measures_before_and_after_and_decides(
 
 
 def test_interrupted_between_manifest_and_model_it_goes_on(
-    two_layers: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    two_layers: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     flags = ("--calib-text", VALID, "--samples", 4, "--seq-len", 64)
     assert run(quantize, two_layers, tmp_path / "whole", *flags) == 0
@@ -130,9 +133,12 @@ def test_interrupted_between_manifest_and_model_it_goes_on(
     assert sorted(path.name for path in out.iterdir()) == names
     written = (out / "q4_manifest.planes.bin").stat().st_mtime_ns
 
+    assert "goes on" not in capsys.readouterr().err
     with monkeypatch.context() as patch:
         patch.setattr("clocher_runtime.subcommands.quantize.run_conversion", interrupted)
         assert run(quantize, two_layers, out, *flags) == 130
+    note = "goes on where a killed run ended: 14 of 14 calibrated tensors are there, 0 are left"
+    assert capsys.readouterr().err.splitlines().count(note) == 1
     assert (out / "q4_manifest.planes.bin").stat().st_mtime_ns == written, "calibrated again"
     assert run(quantize, two_layers, out, *flags) == 0
     whole = {path.name: path.read_bytes() for path in (tmp_path / "whole").iterdir()}
@@ -204,7 +210,39 @@ def test_a_dry_run_says_what_it_takes_and_writes_nothing(
     assert not (tmp_path / "out").exists()
 
 
+def test_sizes_of_a_target_are_those_of_the_result(
+    two_layers: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    flags = ("--target-bpw", 5.5, "--calib-text", VALID, "--samples", 4, "--seq-len", 64)
+    assert run(quantize, two_layers, out, *flags) == 0
+    said = capsys.readouterr()
+    of = json.loads((out / "q4_manifest.json").read_bytes())["size"]
+    assert 5.3 < of["quantised_bpw"] <= 5.5
+    rows = [line.split() for line in said.out.splitlines()]
+    assert rows[1][-2:] == console.size(of["nbytes"]).split()
+    assert rows[2][-1] == f"{of['bpw']:.2f}" and rows[3][-1] == f"{of['quantised_bpw']:.2f}"
+    foretold = re.search(r"-> at most (\S+) MB: (\S+) bits per weight, (\S+) of", said.err)
+    assert foretold and float(foretold[3]) == pytest.approx(5.5, abs=1e-3)
+    assert float(foretold[2]) >= round(of["bpw"], 3)
+    assert of["nbytes"] == sum(t.nbytes for t in open_checkpoint(out).tensors.values())
+
+
 # What it refuses.
+
+
+def test_a_model_whose_blocks_would_all_stay_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(quantize, BITNET, tmp_path / "b", "--bits", 3, "--dry-run") == 2
+    assert "got matrices in ternary, expected floats" in error_of(capsys, "quantize")
+    three = tmp_path / "three"
+    assert run(quantize, BITNET, three, "--bits", 3, "--requantize") == 0
+    capsys.readouterr()
+    assert run(quantize, three, tmp_path / "again", "--bits", 3, "--requantize") == 2
+    line = error_of(capsys, "quantize")
+    assert "tcq3, tcq4, which stay so with --requantize, too; " in line
+    assert line.endswith("choose another --format or --bits, or take the model it was made from")
 
 
 def test_an_output_directory_that_cannot_be_used_is_refused(

@@ -137,6 +137,7 @@ BAD_FLAGS = [
     (("--bits", 2.1), "--bits 2.1: expected 4 or 8"),
     (("--bits", 3.4), "give --calib-text FILE, or a whole number such as 3"),
     (("--bits", 3.4, "--target-bpw", 3), "--bits 3.4 is a target already: leave --target-bpw out"),
+    (("--bits", 3, "--target-bpw", 4.5), "--bits 3 is a target already: leave --target-bpw out"),
     (("--bits", 3, "--format", "tcq4"), "--format tcq4 and --bits 3 contradict each other"),
     (("--format", "tcq3", "--group", 32), "tcq3 has no groups to choose"),
     (("--format", "tcq3", "--affine"), "tcq3 is symmetric"),

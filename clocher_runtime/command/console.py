@@ -192,7 +192,8 @@ class Console:
         self._notes.line(f"{self.name}: {text}")
 
     def note(self, text: str) -> None:
-        """Write a line without it."""
+        """Write a line without it; a bar of progress begins anew below."""
+        self._stop()
         self._notes.line(text)
 
     def ended(self, raised: BaseException) -> tuple[BaseException, ExitCode]:

@@ -42,7 +42,7 @@ from clocher_runtime.quality.evaluate import (
     table,
 )
 from clocher_runtime.quality.gate import Limits, verdict_code, worst
-from clocher_runtime.quantize.alloc import allocation_table
+from clocher_runtime.quantize.alloc import LEAST_FRACTION, allocation_table
 from clocher_runtime.quantize.job import (
     CalibrationText,
     GateText,
@@ -54,7 +54,7 @@ from clocher_runtime.quantize.job import (
     records_of_gptq,
     run_job,
 )
-from clocher_runtime.quantize.plan import QuantPlan
+from clocher_runtime.quantize.plan import QuantPlan, nothing_to_quantise
 from clocher_runtime.text.tokenizer import Tokenizer
 
 KEPT = r".*(embed|lm_head|wte|wpe).*"
@@ -91,6 +91,9 @@ def planned(
         min_cosine=options["cosine_threshold"],
     )
     plan = job.plan()
+    blocks = len(job.rules.rules) - 1  # the rule of the flags for the blocks
+    if options["rules"] is None and all(each.rule < blocks for each in plan.tensors.values()):
+        raise nothing_to_quantise(plan.kept, job.rules.requantize)
     if job.calibration and (count := len(job.calibration.sequences)) < options["samples"]:
         console.note(
             f"note: {options['calib_text']} is enough for {count} sequences of "
@@ -102,10 +105,10 @@ def planned(
     formats = Counter(f"{each.format.name} by {each.method}" for each in plan.tensors.values())
     what = ", ".join(f"{count} become {name}" for name, count in formats.items())
     console.note(f"{len(plan.tensors) + len(plan.kept)} tensors: {what}; {len(plan.kept)} stay")
+    of, most = plan.size, "at most " if job.target_bpw else ""
     console.note(
-        f"{size(plan.size['source_nbytes'])} -> {size(plan.size['nbytes'])}: "
-        f"{plan.size['bpw']:.3f} bits per weight, {plan.size['quantised_bpw']:.3f} of the "
-        "quantised ones"
+        f"{size(of['source_nbytes'])} -> {most}{size(of['nbytes'])}: {of['bpw']:.3f} bits per "
+        f"weight, {of['quantised_bpw']:.3f} of the quantised ones"
     )
     return job, plan
 
@@ -113,7 +116,7 @@ def planned(
 def quantised(console: Console, job: Job, plan: QuantPlan) -> Outcome:
     """Quantise and evaluate a plan, and report the result."""
     with console.counting() as tell:
-        outcome = run_job(job, plan, tell)
+        outcome = run_job(job, plan, tell, console.note)
     if outcome.allocation:
         for line in allocation_table(outcome.allocation):
             console.note(line)
@@ -216,7 +219,7 @@ def _rule(options: dict[str, Any], method: str) -> dict[str, Any]:
 def _dtype(options: dict[str, Any]) -> str:
     bits = options["bits"]
     integer = bits in (None, 4, 8)
-    if not (integer or bits == 2 or 2.25 <= bits <= 5):
+    if not (integer or bits == 2 or LEAST_FRACTION <= bits <= 5):
         raise UsageError(
             f"--bits {bits:g}: expected 4 or 8 (integers), 2, 3 or 5 (trellises), or a fraction "
             "from 2.25 to 5, which chooses among trellises"
@@ -225,14 +228,13 @@ def _dtype(options: dict[str, Any]) -> str:
     dtype = str(options["format"] or of_bits)
     if bits and dtype != of_bits:
         raise UsageError(f"--format {dtype} and --bits {bits:g} contradict each other")
-    if _fraction(bits):
-        if options["target_bpw"]:
-            raise UsageError(f"--bits {bits:g} is a target already: leave --target-bpw out")
-        if not options["calib_text"]:
-            raise UsageError(
-                f"--bits {bits:g} measures which tensors need how many bits: give --calib-text "
-                f"FILE, or a whole number such as {int(bits)}"
-            )
+    if bits and options["target_bpw"]:
+        raise UsageError(f"--bits {bits:g} is a target already: leave --target-bpw out")
+    if _fraction(bits) and not options["calib_text"]:
+        raise UsageError(
+            f"--bits {bits:g} measures which tensors need how many bits: give --calib-text "
+            f"FILE, or a whole number such as {int(bits)}"
+        )
     return dtype
 
 

@@ -39,6 +39,9 @@ CANDIDATES: tuple[Format, ...] = (
 TRELLISES: tuple[Format, ...] = tuple(map(Tcq, LEVELS))
 """Formats that a unit may get if the plan has trellises, 2.1 to 5.2 bits per weight."""
 
+LEAST_FRACTION = 2.25
+"""Bits per weight from which trellises may be mixed."""
+
 TOKENS = 8192
 """Calibration tokens used: half to fit, half to measure on."""
 FEW_TOKENS = 2048
@@ -65,21 +68,21 @@ class Option(NamedTuple):
     harm: float
 
 
-def allocate(
-    checkpoint: Checkpoint,
-    plan: QuantPlan,
-    text_ids: Sequence[Sequence[int]],
-    *,
-    target_bpw: float,
-    threads: int = 1,
-    seed: int = 0,
-    progress: Progress | None = None,
-) -> tuple[QuantPlan, dict[str, Any]]:
-    """Choose formats for the linears of the blocks to meet a size; other tensors keep theirs.
+class Room(NamedTuple):
+    """What a target size leaves to choose."""
 
-    `target_bpw`: bits per weight of all tensors of the plan, scales included. Returns the new plan
-    and a record: target, size, price, and each unit's harms.
-    """
+    units: Units
+    candidates: tuple[Format, ...]
+    sizes: Sequence[Sequence[int]]  # bytes of each unit in each candidate
+    pinned: Sequence[PlannedTensor]  # the other tensors, which keep their formats
+    params: int  # of all tensors of the plan
+    fixed: int  # bytes of the pinned tensors
+    most: int  # bytes of the units in the largest candidate
+    budget: int  # bytes that the units may take
+
+
+def room_of(plan: QuantPlan, target_bpw: float) -> Room:
+    """Return what a target leaves to choose, by names and shapes. Raises UsageError."""
     units: dict[str, list[PlannedTensor]] = {}
     pinned = []
     trellises = any(isinstance(tensor.format, Tcq) for tensor in plan.tensors.values())
@@ -105,11 +108,50 @@ def allocate(
     ]
     least, most = (sum(pick(row) for row in sizes) for pick in (min, max))
     if least > budget:
+        kept, ways = "", "raise --target-bpw or --bits"
+        if pinned:
+            kept = f"; {len(pinned)} tensors keep the formats of their rules"
+            ways += ", or give those a smaller format with --rules FILE and --target-bpw"
+        if not trellises and target_bpw >= LEAST_FRACTION:
+            ways += f", or take trellises with --bits {target_bpw:g}"
         raise UsageError(
             f"bits per weight of {target_bpw:g} cannot be met: the smallest formats give "
-            f"{8 * (least + fixed) / params:.3f}; {len(pinned)} tensors keep the formats of their "
-            "rules; raise --target-bpw or --bits, or give those a smaller format"
+            f"{8 * (least + fixed) / params:.3f}{kept}; {ways}"
         )
+    return Room(units, candidates, sizes, pinned, params, fixed, most, budget)
+
+
+def at_most(plan: QuantPlan, target_bpw: float) -> QuantPlan:
+    """Return the plan with the largest sizes that a target allows. Raises UsageError."""
+    room = room_of(plan, target_bpw)
+    most = room.fixed + min(room.budget, room.most)
+    nbytes = plan.size["nbytes"] + most - sum(tensor.nbytes for tensor in plan.tensors.values())
+    bits = {"bpw": 8 * nbytes / plan.size["params"], "quantised_bpw": 8 * most / room.params}
+    rounded = sum(tensor.nbytes for tensor in room.pinned if tensor.method == "rtn")
+    planes = most - rounded if plan.calibrated else 0
+    size = {**plan.size, "nbytes": nbytes, **bits}
+    count = len(plan.tensors) - len(room.pinned)
+    later = f"{count} tensors get other formats, chosen for {target_bpw:g} bits per weight together"
+    return replace(plan, notes=(*plan.notes, later), size=size, plane_nbytes=planes)
+
+
+def allocate(
+    checkpoint: Checkpoint,
+    plan: QuantPlan,
+    text_ids: Sequence[Sequence[int]],
+    *,
+    target_bpw: float,
+    threads: int = 1,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> tuple[QuantPlan, dict[str, Any]]:
+    """Choose formats for the linears of the blocks to meet a size; other tensors keep theirs.
+
+    `target_bpw`: bits per weight of all tensors of the plan, scales included. Returns the new plan
+    and a record: target, size, price, and each unit's harms.
+    """
+    room = room_of(plan, target_bpw)
+    units, candidates, sizes = room.units, room.candidates, room.sizes
     kld, importance, tokens = measure_units(
         checkpoint, units, candidates[0], text_ids, threads, seed, progress
     )
@@ -118,7 +160,7 @@ def allocate(
         error = candidate_errors(checkpoint, unit, candidates, importance, seed, threads)
         harms = [kld[name] * e / max(error[0], 1e-30) for e in error]
         options.append([Option(*each) for each in zip(candidates, row, harms, strict=True)])
-    taken, price = choose(options, budget)
+    taken, price = choose(options, room.budget)
     chosen = [row[place].format for row, place in zip(options, taken, strict=True)]
     result = plan.with_formats(
         checkpoint,
@@ -131,7 +173,7 @@ def allocate(
     record = {
         "target_bpw": target_bpw,
         "bpw": result.size["quantised_bpw"],
-        "largest_bpw": 8 * (most + fixed) / params,
+        "largest_bpw": 8 * (room.most + room.fixed) / room.params,
         "signal": "kld",
         "tokens": tokens,
         "price": price,

@@ -188,10 +188,16 @@ def calibrate(
     threads: int = 1,
     seed: int = 0,
     progress: Progress | None = None,
+    note: Callable[[str], None] = lambda _: None,
 ) -> None:
     """Quantise "imx" and "gptq" tensors by layers; 1 in 16 sequences is held out. UsageError."""
     wanted = {name: plan.tensors[name] for name in sorted(plan.calibrated, key=part_of)}
-    planes.resume({name: (tensor.format, tensor.shape) for name, tensor in wanted.items()})
+    found = planes.resume({name: (each.format, each.shape) for name, each in wanted.items()})
+    if found:
+        note(
+            f"goes on where a killed run ended: {found} of {len(wanted)} calibrated tensors are "
+            f"there, {len(wanted) - found} are left"
+        )
     left: dict[str, dict[str, PlannedTensor]] = {}
     for name, tensor in wanted.items():
         if name not in planes.records:

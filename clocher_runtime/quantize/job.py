@@ -26,7 +26,7 @@ from clocher_runtime.quality.compare import Documents
 from clocher_runtime.quality.evaluate import Evaluation, Record, evaluate
 from clocher_runtime.quality.gate import Check, Verdict, tensor_checks, worst
 from clocher_runtime.quality.tensor_error import measure
-from clocher_runtime.quantize.alloc import allocate
+from clocher_runtime.quantize.alloc import allocate, at_most
 from clocher_runtime.quantize.calibrate import calibrate
 from clocher_runtime.quantize.plan import (
     Done,
@@ -83,13 +83,14 @@ class Job:
         if self.calibration is None and (plan.calibrated or self.target_bpw is not None):
             what = plan.tensors[plan.calibrated[0]].method if plan.calibrated else "--target-bpw"
             raise UsageError(f"{what} needs a calibration text: give --calib-text FILE")
-        return plan
+        return plan if self.target_bpw is None else at_most(plan, self.target_bpw)
 
 
 class Outcome(NamedTuple):
     """The result of a job."""
 
     verdict: Verdict  # of the gate; "pass" without one
+    size: Mapping[str, Any]  # as in the manifest
     path: Path  # of the manifest: the one that was asked for only if the verdict is "pass"
     done: tuple[Done, ...]  # tensor by tensor
     evaluation: Evaluation | None  # what the gate found on text
@@ -102,8 +103,16 @@ def rejected_path(out: Path) -> Path:
     return out.with_name(f"{out.stem}.rejected.json")
 
 
-def run_job(job: Job, plan: QuantPlan, progress: Progress | None = None) -> Outcome:
-    """Quantise, judge, and write the manifest, resuming a killed run of the same job."""
+def run_job(
+    job: Job,
+    plan: QuantPlan,
+    progress: Progress | None = None,
+    note: Callable[[str], None] = lambda _: None,
+) -> Outcome:
+    """Quantise, judge, and write the manifest, resuming a killed run of the same job.
+
+    `note` gets a line for people if it resumes.
+    """
     tell = progress or (lambda what, done, total: None)
 
     def settings(what: str) -> dict[str, Any]:
@@ -135,7 +144,8 @@ def run_job(job: Job, plan: QuantPlan, progress: Progress | None = None) -> Outc
         sections["allocation"] = allocation
     with PlaneFile(job.out, _fingerprint(job, plan, source)) as planes:
         if plan.calibrated:
-            calibrate(checkpoint, plan, text, planes=planes, **settings("calibrating"))
+            more = settings("calibrating")
+            calibrate(checkpoint, plan, text, planes=planes, note=note, **more)
         file = planes.finish()
         done = tuple(_quantise(job, plan, planes, tell))
     rules = job.rules.document["rules"]
@@ -153,7 +163,7 @@ def run_job(job: Job, plan: QuantPlan, progress: Progress | None = None) -> Outc
     path = job.out if verdict == "pass" else rejected_path(job.out)
     checkpoint.check_unchanged()
     write_manifest(path, document_of(rules, plan, done, file, sections))
-    return Outcome(verdict, path, done, evaluation, allocation, checks)
+    return Outcome(verdict, plan.size, path, done, evaluation, allocation, checks)
 
 
 def quantised_checkpoint(checkpoint: Checkpoint, q4_map: Q4Map, threads: int = 1) -> Checkpoint:

@@ -57,6 +57,7 @@ class QuantPlan:
     kept: Mapping[str, str]  # the others -> why they stay
     notes: tuple[str, ...]  # for people, about rules that matched tensors which are kept
     size: Mapping[str, Any]  # as in the manifest: params, nbytes, bpw and others
+    plane_nbytes: int  # of the plane file, at most
 
     @property
     def calibrated(self) -> tuple[str, ...]:
@@ -89,17 +90,7 @@ def build_plan(checkpoint: Checkpoint, rules: Q4Map) -> QuantPlan:
             name, stored.shape, stored.format, rule.format, rule.method, rule.clip, index
         )
     if not tensors:
-        already = sorted({why for why in assigned.kept.values() if why.startswith(ALREADY)})
-        formats = ", ".join(why.removeprefix(ALREADY) for why in already)
-        if already:
-            raise UsageError(
-                f"the model is quantised: got matrices in {formats}, expected floats; take the "
-                "model that it was made from, or give --requantize, which loses more"
-            )
-        reasons = ", ".join(sorted(set(assigned.kept.values())))
-        raise UsageError(
-            f"nothing to quantise: all {len(assigned.kept)} tensors are kept ({reasons})"
-        )
+        raise nothing_to_quantise(assigned.kept, rules.requantize)
     notes = assigned.notes
     grown = [
         t
@@ -113,7 +104,28 @@ def build_plan(checkpoint: Checkpoint, rules: Q4Map) -> QuantPlan:
             "was lost comes back",
         )
     kept = {name: assigned.kept[name] for name in sorted(assigned.kept, key=natural)}
-    return QuantPlan(tensors, kept, notes, _size_of(checkpoint, tensors, kept))
+    planes = sum(tensor.nbytes for tensor in tensors.values() if tensor.method != "rtn")
+    return QuantPlan(tensors, kept, notes, _size_of(checkpoint, tensors, kept), planes)
+
+
+def nothing_to_quantise(kept: Mapping[str, str], requantize: bool) -> UsageError:
+    """Return the error of a plan that keeps all that matters; `kept`: tensors -> reasons."""
+    reasons = sorted(set(kept.values()))
+    already = ", ".join(r.removeprefix(ALREADY) for r in reasons if r.startswith(ALREADY))
+    if already and requantize:
+        return UsageError(
+            f"nothing to quantise: got matrices in {already}, which stay so with --requantize, "
+            "too; choose another --format or --bits, or take the model it was made from"
+        )
+    if already:
+        return UsageError(
+            f"the model is quantised: got matrices in {already}, expected floats; take the "
+            "model that it was made from, or give --requantize, which loses more"
+        )
+    return UsageError(
+        f"nothing to quantise: {len(kept)} tensors are kept ({', '.join(reasons)}), and no matrix "
+        "of the blocks is left; choose another --format or --bits, or give --rules"
+    )
 
 
 def _size_of(

@@ -18,7 +18,6 @@ from clocher_runtime.subcommands.convert import OUT_DIR, VERIFY, next_command, r
 if TYPE_CHECKING:
     from clocher_runtime.checkpoints.checkpoint import Checkpoint
     from clocher_runtime.quantize.job import Outcome
-    from clocher_runtime.quantize.plan import QuantPlan
 
 MANIFEST = "q4_manifest.json"
 """In the output directory: method and quality of each tensor."""
@@ -55,9 +54,9 @@ FLAGS: tuple[click.Parameter, ...] = (
     option(
         "--bits",
         float,
-        "The same: 4 or 8, integers; 2, 3 or 5, trellises; or a fraction from 2.25 to 5, which "
-        "chooses a trellis per tensor, for so many bits per quantised weight. It needs "
-        "--calib-text. With trellises embeddings and head are quantised, too, with a bit more.",
+        "A whole number is for the weights of the blocks: 4 or 8, integers; 2, 3 or 5, trellises, "
+        "with embeddings and head on top, a bit more each. A fraction from 2.25 to 5 is for all "
+        "quantised weights together: it chooses a trellis per tensor, and needs --calib-text.",
     ),
     option(
         "--weights-only",
@@ -172,7 +171,7 @@ def quantize(
     _refuse(source, out_dir, force)
     options["out"] = out_dir / MANIFEST
     job, plan = planned(console, lambda: open_source(source), options)
-    nbytes = plan.size["nbytes"] + sum(plan.tensors[name].nbytes for name in plan.calibrated)
+    nbytes = plan.size["nbytes"] + plan.plane_nbytes
     check_free(out_dir / MANIFEST, nbytes)
     console.disk(job.checkpoint.path, out_dir, nbytes)
     if job.calibration:
@@ -188,7 +187,7 @@ def quantize(
     run_conversion(console, conversion, verify)
     # The model owns these planes now; copies would double the memory.
     remove_planes(outcome.path)
-    click.echo(_table(plan, outcome))
+    click.echo(_table(outcome))
     console.note(next_command(out_dir))
     return ExitCode.OK
 
@@ -290,8 +289,8 @@ def _refuse(source: Path, out_dir: Path, force: bool) -> None:
         raise UsageError(f"OUT_DIR {out_dir} holds a model already ({found.name}); choose another")
 
 
-def _table(plan: "QuantPlan", outcome: "Outcome") -> str:
-    of = plan.size
+def _table(outcome: "Outcome") -> str:
+    of = outcome.size
     before = 8 * of["source_nbytes"] / of["params"]
     rows = [
         ("", "before", "after"),
