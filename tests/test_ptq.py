@@ -178,6 +178,17 @@ def test_a_wrong_flag_is_a_usage_error(
     assert not (tmp_path / "q4.json").exists()
 
 
+def test_an_embedding_alone_is_not_quantised(tmp_path: Path) -> None:
+    shapes = {"model.embed_tokens.weight": (8, 256), "model.layers.0.w": (16, 200)}
+    arrays = {name: np.ones(shape, np.float32) for name, shape in shapes.items()}
+    flags = (lambda path: open_arrays(arrays, "w"), Path("w"), tmp_path / "q4.json", "--bits", 3)
+    code, output = quantised(*flags)
+    assert code == 2, output
+    message = " ".join(output.split())
+    assert "1 tensors are kept (columns are no multiple of 64), and no matrix of the" in message
+    assert message.endswith("choose another --format or --bits, or give --rules")
+
+
 def test_the_seed_manifest_is_a_set_of_rules(tmp_path: Path) -> None:
     seed = ROOT / "quant" / "q4_manifest.json"
     document = manifest(LLAMA, tmp_path / "q4.json", "--rules", seed)
