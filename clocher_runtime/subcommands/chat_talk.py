@@ -3,6 +3,7 @@
 import secrets
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
@@ -27,6 +28,8 @@ _ALIASES = {"/?": "/help", "/clear": "/reset", "/new": "/reset", "/quit": "/exit
 _SETTINGS = dict(every(ChatConfig))
 _SEEDS = 1 << 64
 _PATIENCE_S = 0.2
+_TWICE_S = 1.0
+"""A second Ctrl-C within this time leaves, even if the first has stopped the answer by then."""
 _FENCE = '"""'
 
 
@@ -110,6 +113,7 @@ class CtrlC:
     def __init__(self, has_begun: Callable[[], bool]) -> None:
         self._has_begun = has_begun
         self._answers = self._stops = False
+        self._stopped_s = 0.0
 
     @contextmanager
     def heard(self) -> Iterator[Self]:
@@ -132,11 +136,13 @@ class CtrlC:
             self._answers = False
 
     def _take(self, number: int, frame: FrameType | None) -> None:
-        if not self._answers:
-            raise Interrupted("typing" if self._has_begun() else "empty")
-        if self._stops:
-            raise Interrupted("stopping")
-        self._stops = True
+        if self._answers and not self._stops:
+            self._stops, self._stopped_s = True, time.monotonic()
+        elif not self._answers and self._has_begun():
+            raise Interrupted("typing")
+        else:
+            twice = self._stops and time.monotonic() - self._stopped_s < _TWICE_S
+            raise Interrupted("stopping" if self._answers or twice else "empty")
 
 
 class Talk:
