@@ -3,7 +3,6 @@
 import secrets
 import signal
 import sys
-import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
@@ -28,8 +27,6 @@ _ALIASES = {"/?": "/help", "/clear": "/reset", "/new": "/reset", "/quit": "/exit
 _SETTINGS = dict(every(ChatConfig))
 _SEEDS = 1 << 64
 _PATIENCE_S = 0.2
-_TWICE_S = 1.0
-"""A second Ctrl-C within this time leaves, even if the first has stopped the answer by then."""
 _FENCE = '"""'
 
 
@@ -112,8 +109,8 @@ class CtrlC:
 
     def __init__(self, has_begun: Callable[[], bool]) -> None:
         self._has_begun = has_begun
-        self._answers = self._stops = False
-        self._stopped_s = 0.0
+        self._answers = False
+        self.stopped = False  # by the last key; the next one leaves
 
     @contextmanager
     def heard(self) -> Iterator[Self]:
@@ -129,20 +126,20 @@ class CtrlC:
     @contextmanager
     def stopping(self) -> Iterator[Callable[[], bool]]:
         """Let Ctrl-C stop an answer between steps; yield a function that returns whether."""
-        self._answers, self._stops = True, False
+        self._answers, self.stopped = True, False
         try:
-            yield lambda: self._stops
+            yield lambda: self.stopped
         finally:
             self._answers = False
 
     def _take(self, number: int, frame: FrameType | None) -> None:
-        if self._answers and not self._stops:
-            self._stops, self._stopped_s = True, time.monotonic()
+        if self._answers and not self.stopped:
+            self.stopped = True
         elif not self._answers and self._has_begun():
+            self.stopped = False
             raise Interrupted("typing")
         else:
-            twice = self._stops and time.monotonic() - self._stopped_s < _TWICE_S
-            raise Interrupted("stopping" if self._answers or twice else "empty")
+            raise Interrupted("stopping" if self.stopped else "empty")
 
 
 class Talk:
@@ -168,7 +165,7 @@ class Talk:
             while True:
                 try:
                     text, is_block = typing.read()
-                    told = False
+                    told = self._ctrl_c.stopped = False
                     if not self._take(text, is_block):
                         return ExitCode.OK
                 except EOFError:  # Ctrl-D
