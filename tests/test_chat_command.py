@@ -667,6 +667,18 @@ def test_ctrl_c_stops_an_answer_and_then_leaves(talker: Path) -> None:
         assert "Traceback" not in terminal.shown
 
 
+def test_ctrl_c_pressed_twice_leaves(talker: Path) -> None:
+    with at_terminal("--temperature", 0, talker) as terminal:
+        terminal.until(">>> ")
+        terminal.type(f"{LONG}\n")
+        terminal.until("self")
+        terminal.type("\x03")
+        terminal.until(">>> ")  # the first one has stopped the answer
+        terminal.type("\x03")
+        assert terminal.end()[0] == 130
+        assert "leaves" not in terminal.shown
+
+
 @pytest.mark.parametrize("busy", [False, True], ids=["typing", "answering"])
 def test_sigterm_leaves_with_its_code(talker: Path, busy: bool) -> None:
     with at_terminal("--temperature", 0, talker) as terminal:

@@ -363,6 +363,11 @@ HOSTILE: dict[str, tuple[str, Any]] = {
 }
 
 
+def test_what_is_wrong_with_a_regular_expression_is_said(maker: GrammarMaker) -> None:
+    with pytest.raises(UsageError, match=r'invalid regex "\(a": unclosed group$'):
+        maker.check({"kind": "regex", "value": "(a"})
+
+
 @pytest.mark.parametrize("name", HOSTILE)
 @pytest.mark.one_in(2)
 def test_what_cannot_be_had_is_refused_in_one_line_and_in_time(

@@ -323,7 +323,8 @@ def test_bodies_and_headers_are_bounded(server):
     with edge(max_body_mb=1) as client:
         most = b"x" * ((1 << 20) + 2)
         for content in (most, (piece for piece in (most,))):  # with its length, and in chunks
-            assert client.post("/v1/completions", content=content).status_code == 413
+            refused = client.post("/v1/completions", content=content)
+            assert refused.status_code == 413 and "--max-body-mb" in refused.text
     raw = socket.create_connection(("127.0.0.1", int(server.url.rsplit(":", 1)[1])))
     raw.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nX-Long: " + b"y" * 100_000)
     raw.settimeout(10)
@@ -355,8 +356,8 @@ def test_pages_of_others_may_not_call(server):
     assert status(host="evil.example") == 403
     assert status(host="localhost:1") == status(host="[::1]") == 200
     assert status(origin=f"http://{host}") == 200
-    text = {"content-type": "text/plain"}
-    assert server.client.post("/v1/completions", content=b"{}", headers=text).status_code == 415
+    unsaid = server.client.post("/v1/completions", content=b"{}")
+    assert unsaid.status_code == 415 and "header Content-Type is" in unsaid.text
 
 
 def test_pages_that_are_named_may_call():

@@ -175,6 +175,23 @@ def test_two_lengths_of_a_body_are_refused(server: Served, path: bytes):
     assert b"Content-Length and Transfer-Encoding" in answer
 
 
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"garbage\r\n\r\n",
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + b"a" * 60,  # a hello of TLS
+        HEALTH[:-2] + b"Content-Length: abc\r\n\r\n",
+    ],
+    ids=["garbage", "TLS", "length"],
+)
+def test_what_is_not_http_is_refused_as_other_requests(server: Served, data: bytes):
+    with connect(server) as sock:
+        sock.sendall(data)
+        head, _, body = all_of(sock).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400") and b"application/json" in head
+    assert "not valid HTTP" in json.loads(body)["error"]["message"]
+
+
 def test_all_bodies_together_are_bounded():
     most = 1 << 20
 

@@ -404,6 +404,60 @@ def test_tool_choice() -> None:
     assert chat_refusal(tools=[{"type": "web_search"}]).param == "tools[0].type"
 
 
+NAMED = {"type": "function", "function": {"name": "play"}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"stop": ["a"] * 17},
+            "stop is a list of 17; expected a valid string or a list of at most 16",
+        ),
+        ({"stop": "a" * 257}, "expected a string of at most 256 characters or a valid list"),
+        ({"messages": []}, "messages is a list of 0; expected a list of at least 1"),
+        (
+            {"logit_bias": {"foo": 1}},
+            "logit_bias has the key 'foo'; expected a token id in digits, as \"42\"",
+        ),
+        (
+            {"logit_bias": {str(n): 1 for n in range(1025)}},
+            "logit_bias is an object; expected an object of at most 1024",
+        ),
+        (
+            {"tool_choice": "maybe"},
+            "tool_choice is 'maybe'; expected 'none', 'auto' or 'required' or an object",
+        ),
+        (
+            {"tool_choice": "required"},
+            "tool_choice asks for a tool, but there are no tools; give tools",
+        ),
+        (
+            {"tool_choice": NAMED, "tools": [WEATHER]},
+            "tool_choice asks for the tool 'play'; expected one of weather",
+        ),
+        ({"chat_template_kwargs": 3}, "chat_template_kwargs is 3; expected an object"),
+        (
+            {"chat_template_kwargs": {"x": 1}},
+            "'x' is not known; expected enable_thinking, reasoning_effort",
+        ),
+        (
+            {"structured_outputs": {"y": 1}},
+            "'y' is not known; expected json, json_object, regex, grammar, choice",
+        ),
+        ({"request_id": "a b"}, "expected 1 to 128 letters (A-Z, a-z), digits, _ . : or -"),
+        ({"response_format": 3}, "response_format is 3; expected an object"),
+    ],
+)
+def test_errors_are_said_in_plain_words(fields: dict[str, object], message: str) -> None:
+    assert chat_refusal(**fields).message.endswith(message)
+
+
+@pytest.mark.parametrize(("body", "got"), [(b"null", "null"), (b"[]", "a list of 0")])
+def test_a_body_that_is_no_object(body: bytes, got: str) -> None:
+    assert refusal(ChatRequest, body).message == f"the body is {got}; expected an object"
+
+
 @pytest.mark.parametrize(
     "name", ["", "a" * 65, "wéather", "a b", "a\n", "<|call|>", "天気", "a/b", 3, None, ["a"]]
 )

@@ -172,14 +172,14 @@ class EngineProcess:
         self.state = State()  # state after the last step
         self.pid = self.restarts = 0
         self.exit_code = int(ExitCode.OK)  # the server's, if the status is "failed"
-        self.step_s = 0.0  # longest time between messages under load; decays
+        self.step_s = self._gap_s = 0.0  # longest times between messages under load; both decay
         self.changed = asyncio.Event()
         self._open: dict[int, _Running] = {}
         self._next, self._reserved = 0, 0
         self._writer: asyncio.Transport | None = None
         self._process: asyncio.subprocess.Process | None = None
         self._failures: deque[float] = deque()
-        self._heard = 0.0
+        self._heard = self._silent_s = 0.0  # when, or how long before it was killed for it
 
     @property
     def sequences(self) -> int:
@@ -291,6 +291,7 @@ class EngineProcess:
             self._writer.write(encode(self._start))
             while not line.ended.done():
                 if self.ready and self.age_s > max(WEDGED_S, 20 * self.step_s):
+                    self._silent_s = self.age_s
                     self._kill()
                 await asyncio.wait({line.ended}, timeout=1.0)
         finally:
@@ -307,8 +308,10 @@ class EngineProcess:
                 self.status = "ready"
             self.changed.set()
             return
-        if self._open:
-            self.step_s = max(now - self._heard, _FADING * self.step_s)
+        # One long gap may be a pause of the machine; two are the engine's pace.
+        gap = now - self._heard if self._open else 0.0
+        self.step_s = max(min(gap, self._gap_s), _FADING * self.step_s)
+        self._gap_s = max(gap, _FADING * self._gap_s)
         if message.state.changed != self.state.changed and message.state.changed:
             self._note(f"{message.state.changed}; requests go on with what is mapped")
         self._heard, self.state = now, message.state
@@ -343,9 +346,12 @@ class EngineProcess:
     def _died(self, last: Broken | None) -> None:
         assert self._process is not None
         why = f"{last.kind}: {last.message}" if last else f"exit code {self._process.returncode}"
+        how = f"the engine crashed ({why})"
+        if self._silent_s:
+            how = f"the engine did not answer for {self._silent_s:.0f} s and was ended"
         # Errors of the first load, as a missing model, would repeat.
         hopeless = last is not None and self.ready is None and not self.restarts
-        self.pid, self.ready, self.state = 0, None, State()
+        self.pid, self.ready, self.state, self._silent_s = 0, None, State(), 0.0
         self.end_all("engine_failed")
         if self.status == "draining":
             return
@@ -356,11 +362,11 @@ class EngineProcess:
         if hopeless or len(self._failures) >= MAX_FAILURES:
             self.status = "failed"
             self.exit_code = last.exit_code if last and last.exit_code else int(ExitCode.DEVICE)
-            self._note(f"error: {last.message}" if hopeless and last else f"error: engine: {why}")
+            self._note(f"error: {last.message if hopeless and last else how}")
         else:
             self.status = "loading"
             self.restarts += 1
-            self._note(f"the engine crashed ({why}); restarting it")
+            self._note(f"{how}; restarting it")
         self.changed.set()
 
     def drain(self) -> None:

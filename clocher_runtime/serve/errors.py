@@ -29,10 +29,14 @@ _TABLE: Mapping[str, tuple[int, str]] = {
     "unknown_url": (404, "Unknown path {got}; /openapi.json lists the known ones"),
     "method_not_allowed": (405, "Method {got} is not allowed here; expected {allowed}"),
     "slow_reader": (408, "The answer was not read as fast as it was made; read faster"),
-    "request_too_large": (413, "The body has more than {most} bytes; send less"),
+    "request_too_large": (
+        413,
+        "The body has more than {most} bytes; send less, or have the server started with a higher "
+        "--max-body-mb",
+    ),
     "unsupported_media_type": (
         415,
-        "The body is {got}; expected the header `Content-Type: application/json`",
+        "The header Content-Type is {got}; expected application/json",
     ),
     "rate_limit_exceeded": (
         429,
@@ -60,6 +64,20 @@ _ANTHROPIC = {
     **{500: "api_error", 504: "timeout_error"},
 }
 """Status -> Anthropic's error type; others are invalid requests."""
+_EXPECTED = {
+    **dict.fromkeys(("dict_type", "model_type", "model_attributes_type"), "an object"),
+    "string_too_short": "a string of at least {min_length}",
+    "string_too_long": "a string of at most {max_length} characters",
+    "too_short": "a list of at least {min_length}",
+    "too_long": "a list of at most {max_length}",
+}
+"""Type of pydantic's error -> what was expected; of others its message says it."""
+PATTERNS = {
+    r"^(0|[1-9][0-9]{0,9})$": 'a token id in digits, as "42"',
+    r"^[A-Za-z0-9_.-]{1,64}$": "1 to 64 letters (A-Z, a-z), digits, _ . or -",
+    r"^[A-Za-z0-9_.:-]{1,128}$": "1 to 128 letters (A-Z, a-z), digits, _ . : or -",
+}
+"""Patterns of strings -> what they take."""
 _SHOWN_CHARS = 80
 _RETRY_STATUS = (429, 503)
 # Hints about flags are for the operator, not for clients.
@@ -191,15 +209,20 @@ def from_validation(error: ValidationError, body: object) -> ApiError:
 def _complaint(details: Sequence[Mapping[str, Any]]) -> str:
     if details[0]["type"] == "missing":
         return "is missing"
-    texts = list(dict.fromkeys(detail["msg"][:200] for detail in details))
-    prefix = "Input should be "
-    expected = [text.removeprefix(prefix) for text in texts if text.startswith(prefix)]
-    got = described(details[0]["input"])
-    if details[0]["loc"][-1] == "[key]":
-        return f"has the key {got}; {texts[0]}"
-    if expected:
-        return f"is {got}; expected {' or '.join(expected)}"
-    return f"is {got}; {texts[0][:1].lower()}{texts[0][1:]}"
+    expected = " or ".join(dict.fromkeys(_expected(detail) for detail in details))
+    verb = "has the key" if details[0]["loc"][-1:] == ("[key]",) else "is"
+    return f"{verb} {described(details[0]['input'])}; expected {expected}"
+
+
+def _expected(detail: Mapping[str, Any]) -> str:
+    context = detail.get("ctx", {})
+    if detail["type"] == "string_pattern_mismatch":
+        return PATTERNS[context["pattern"]]
+    if (text := _EXPECTED.get(detail["type"])) is None:
+        return str(detail["msg"][:200].removeprefix("Input should be "))
+    if context.get("field_type") == "Dictionary":
+        text = text.replace("a list", "an object")
+    return text.format(**context)
 
 
 def _place(detail: Mapping[str, Any], body: Any) -> tuple[int | str, ...]:

@@ -31,6 +31,7 @@ from clocher_runtime.exit_codes import ExitCode
 from clocher_runtime.serve.answers import now_s
 from clocher_runtime.serve.app import Server
 from clocher_runtime.serve.engine_process import EngineProcess
+from clocher_runtime.serve.errors import invalid, to_json
 from clocher_runtime.serve.messages import Ready
 from clocher_runtime.serve.prompts import PromptRoom
 
@@ -129,6 +130,17 @@ class Connection(H11Protocol):
     def _is_reset(self) -> bool:
         found: socket.socket = self.transport.get_extra_info("socket")
         return found.fileno() < 0 or found.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) != 0
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse what is not HTTP, in the shape of other errors."""
+        told = "The request is not valid HTTP; expected HTTP/1.1, without TLS"
+        body = to_json(invalid(told).body)
+        headers = {"content-type": "application/json", "content-length": str(len(body))}
+        about = h11.Response(status_code=400, headers=[*headers.items(), ("connection", "close")])
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):  # else an answer has begun
+            for event in (about, h11.Data(data=body), h11.EndOfMessage()):
+                self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
 
     def on_response_complete(self) -> None:
         """Start the next request, if there is one."""

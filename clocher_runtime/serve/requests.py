@@ -250,7 +250,11 @@ class ChatRequest(ChatFields, GenerationFields):
         if len(set(names)) < len(names):
             raise Refused("two tools have the same name; expected different ones", "tools")
         if self.must_call and not self.functions:
-            raise Refused("tool_choice asks for a tool that is not among tools", "tool_choice")
+            why = "a tool, but there are no tools; give tools"
+            if names and isinstance(self.tool_choice, NamedChoice):
+                asked = self.tool_choice.function.name
+                why = f"the tool {asked!r}; expected one of {', '.join(names):.200}"
+            raise Refused(f"tool_choice asks for {why}", "tool_choice")
         effort = self.chat_template_kwargs and self.chat_template_kwargs.reasoning_effort
         if effort and self.reasoning_effort not in (None, effort):
             raise Refused("reasoning_effort is given twice, with two values", "reasoning_effort")

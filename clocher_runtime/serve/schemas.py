@@ -25,8 +25,8 @@ from pydantic import (
 
 from clocher_kernels.errors import FormatError
 from clocher_runtime.diffusion import RULES, WORDS
-from clocher_runtime.disk.strict_json import parse_object
-from clocher_runtime.serve.errors import Refused, described, from_validation, invalid
+from clocher_runtime.disk.strict_json import parse_json, parse_object
+from clocher_runtime.serve.errors import Refused, described, from_validation, invalid, short
 
 MAX_TOKENS = (1 << 31) - 1
 MAX_SCHEMA_CHARS = 64 << 10
@@ -51,13 +51,17 @@ class Schema(BaseModel):
             given = data.get(name) if isinstance(data, Mapping) else None
             if given is not None and given not in harmless:
                 raise Refused(f"{name} is not supported; {instead}", name)
+        if cls.model_config["extra"] == "forbid" and isinstance(data, Mapping):
+            known = [field.alias or name for name, field in cls.model_fields.items()]
+            for name in (name for name in data if name not in known):
+                raise Refused(f"{short(name)} is not known; expected {', '.join(known)}", name)
         return data
 
     @classmethod
     def parse(cls, data: bytes) -> Self:
         """Return a validated body; raises ApiError: not JSON, too deep, too large, invalid."""
         try:
-            body = parse_object(data, "the body")
+            body = parse_json(data, "the body")
         except FormatError as error:
             # The text after a semicolon is advice for Python programs.
             raise invalid(str(error).split("; use sys.")[0]) from None

@@ -109,7 +109,8 @@ class CtrlC:
 
     def __init__(self, has_begun: Callable[[], bool]) -> None:
         self._has_begun = has_begun
-        self._answers = self._stops = False
+        self._answers = False
+        self.stopped = False  # by the last key; the next one leaves
 
     @contextmanager
     def heard(self) -> Iterator[Self]:
@@ -125,18 +126,20 @@ class CtrlC:
     @contextmanager
     def stopping(self) -> Iterator[Callable[[], bool]]:
         """Let Ctrl-C stop an answer between steps; yield a function that returns whether."""
-        self._answers, self._stops = True, False
+        self._answers, self.stopped = True, False
         try:
-            yield lambda: self._stops
+            yield lambda: self.stopped
         finally:
             self._answers = False
 
     def _take(self, number: int, frame: FrameType | None) -> None:
-        if not self._answers:
-            raise Interrupted("typing" if self._has_begun() else "empty")
-        if self._stops:
-            raise Interrupted("stopping")
-        self._stops = True
+        if self._answers and not self.stopped:
+            self.stopped = True
+        elif not self._answers and self._has_begun():
+            self.stopped = False
+            raise Interrupted("typing")
+        else:
+            raise Interrupted("stopping" if self.stopped else "empty")
 
 
 class Talk:
@@ -162,7 +165,7 @@ class Talk:
             while True:
                 try:
                     text, is_block = typing.read()
-                    told = False
+                    told = self._ctrl_c.stopped = False
                     if not self._take(text, is_block):
                         return ExitCode.OK
                 except EOFError:  # Ctrl-D

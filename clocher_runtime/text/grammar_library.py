@@ -3,6 +3,7 @@
 Deep schemas overflow its stack, some patterns never end; `grammar` tries rules with limits first.
 """
 
+import re
 from collections.abc import Sequence
 
 import numpy as np
@@ -24,6 +25,7 @@ _LIMITS = LLParserLimits(
     verbose_errors=False,  # messages must not quote generated text
 )
 _MESSAGE_CHARS = 200
+_IN_REGEX = re.compile(r"regex parse error:.*^error: ([^\n]*)", re.DOTALL | re.MULTILINE)
 
 
 class LibraryGrammars:
@@ -108,4 +110,6 @@ def lark_of(gbnf: str) -> str:
 
 def _short(message: str) -> str:
     line = message.strip().splitlines()[0] if message.strip() else ""
+    if found := _IN_REGEX.search(message):
+        line = f"{line.split(' (in regex)')[0]:.80}: {found[1]}"
     return line if len(line) <= _MESSAGE_CHARS else f"{line[:_MESSAGE_CHARS]}..."
