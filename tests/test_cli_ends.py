@@ -209,11 +209,11 @@ def test_path_that_is_too_long_is_no_defect(inside, flag, code, path):
 @pytest.fixture
 def closed(tmp_path, monkeypatch):
     """Return a function that denies access to a directory, as the system does unless root asks."""
-    real = {name: getattr(os, name) for name in ("stat", "open", "listdir")}
+    real = {name: getattr(os, name) for name in ("stat", "open", "scandir")}
 
     def deny(directory, *names):
         def denied(path, name):
-            inner = name != "listdir"
+            inner = name != "scandir"
             text = os.path.abspath(os.fspath(path)) if not isinstance(path, int) else ""
             return text.startswith(f"{directory}/") if inner else text == str(directory)
 
@@ -245,7 +245,7 @@ def test_directory_that_may_not_be_searched_is_no_defect(inside, bitnet, closed)
 
 def test_directory_that_may_not_be_listed_is_code_3(inside, tmp_path, closed):
     (tmp_path / "m").mkdir()
-    closed(tmp_path / "m", "listdir")
+    closed(tmp_path / "m", "scandir")
     code, line, _ = inside("--model-dir", "m")
     assert (code, line["type"]) == (3, "ModelNotFound")
     assert "m: cannot be listed: Permission denied" in line["message"]

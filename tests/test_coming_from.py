@@ -44,8 +44,7 @@ def test_the_page_has_every_common_command() -> None:
 @pytest.mark.parametrize("line", [line for line in LINES if words_of(line)[0] == "serve"])
 def test_every_way_to_serve_is_one(line: str) -> None:
     key = {"CLOCHER_API_KEY": "..."} if line.startswith("CLOCHER_API_KEY=... ") else {}
-    flags = clocher_serve.parse(words_of(line)[1:])
-    assert flags is not None
+    flags = clocher_serve.texts(words_of(line)[1:])
     assert str(settle(ServeConfig, flags, key).model_dir) == "MODEL"
 
 

@@ -159,8 +159,7 @@ def test_the_page_runs_the_image_as_it_is() -> None:
         assert subcommand in SUBCOMMANDS
         mounts = [words[i + 1] for i, word in enumerate(words) if word == "-v"]
         if subcommand == "serve":
-            flags = clocher_serve.parse(rest)
-            assert flags is not None
+            flags = clocher_serve.texts(rest)
             assert settle(ServeConfig, flags, environment() | {"CLOCHER_API_KEY": "secret"})
             assert "CLOCHER_API_KEY" in words
             assert f"127.0.0.1:8000:{only('EXPOSE')}" in words

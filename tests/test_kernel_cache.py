@@ -90,6 +90,15 @@ def test_processes_at_once_compile_each_kernel_once(tmp_path: Path) -> None:
     assert max(len(first["told"]), len(second["told"])) == 4  # (0, 3) .. (3, 3)
 
 
+def test_a_current_directory_that_was_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert len(_result(_start(tmp_path))["compiled"]) == 3
+
+
 def test_a_directory_that_cannot_be_written(tmp_path: Path) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("not a directory")

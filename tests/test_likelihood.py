@@ -19,7 +19,7 @@ from clocher_runtime.quality.likelihood import (
     read_task,
     score_items,
 )
-from clocher_runtime.subcommands.bench import bench
+from clocher_runtime.subcommands.quality import quality
 
 DATA = Path(__file__).parent / "data"
 LLAMA = DATA / "clocher-tiny-llama"
@@ -188,14 +188,14 @@ def test_a_line_that_is_none_is_named(tmp_path: Path, line: str, message: str) -
 def test_the_command_prints_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     task = tmp_path / "task.jsonl"
     task.write_text("".join(json.dumps(each) + "\n" for each in QUESTIONS), encoding="utf-8")
-    words = ["quality", str(LLAMA), "--context", "64", "--task", str(task)]
-    assert bench.run([*words, "--limit", "1", "--threads", "1"]) == 0
+    words = [str(LLAMA), "--context", "64", "--task", str(task)]
+    assert quality.run([*words, "--limit", "1", "--threads", "1"]) == 0
     line = json.loads(capsys.readouterr().out)
     assert line["questions"]["count"] == 1 and line["questions"]["acc_stderr"] is None
     assert (line["context"], line["model"], line["kv_dtype"]) == (64, str(LLAMA), "f32")
     task.write_text(json.dumps({**QUESTIONS[0], "choices": ["a", "b " * 200]}))
-    assert bench.run(words) == 2
+    assert quality.run(words) == 2
     got = capsys.readouterr()
     assert got.out == "" and "clocher bench quality: error: a continuation has" in got.err
-    assert bench.run(["quality", str(LLAMA), "--task", str(tmp_path / "none.jsonl")]) == 3
+    assert quality.run([str(LLAMA), "--task", str(tmp_path / "none.jsonl")]) == 3
     assert "no such file" in capsys.readouterr().err

@@ -271,9 +271,9 @@ def test_the_promise_is_what_a_run_asks_for(
     def note(**found: int) -> None:
         asked.update(found)
 
-    engine = "clocher_runtime.engine"
-    monkeypatch.setattr(f"{engine}.load.require", lambda nbytes, *_: note(made=nbytes))
-    monkeypatch.setattr(f"{engine}.binding.require", lambda nbytes, *_: note(first=nbytes))
+    runtime = "clocher_runtime"
+    monkeypatch.setattr(f"{runtime}.engine.load.require", lambda nbytes, *_: note(made=nbytes))
+    monkeypatch.setattr(f"{runtime}.models.build.require", lambda nbytes, *_: note(first=nbytes))
     monkeypatch.setattr(
         "cpu_fallback.executor.check_memory",
         lambda packed, beside: note(packed=packed, beside=beside),

@@ -12,7 +12,7 @@ from clocher_runtime.quality import tasks
 from clocher_runtime.quality.likelihood import Likelihood, Question, Target, metrics, read_task
 from clocher_runtime.quality.run_program import passes
 from clocher_runtime.quality.tasks import TASKS, Asked, Kept
-from clocher_runtime.subcommands.bench import bench
+from clocher_runtime.subcommands.quality import quality
 
 LLAMA = str(Path(__file__).parent / "data" / "clocher-tiny-llama")
 
@@ -131,8 +131,8 @@ def test_what_is_kept_is_not_done_again(
 ) -> None:
     lines(tmp_path / "mmlu_test.jsonl", *MMLU)
     kept = tmp_path / "kept.jsonl"
-    words = ["quality", LLAMA, "--task", "mmlu", "--data", str(tmp_path), "--keep", str(kept)]
-    assert bench.run([*words, "--limit", "1"]) == 0
+    words = [LLAMA, "--task", "mmlu", "--data", str(tmp_path), "--keep", str(kept)]
+    assert quality.run([*words, "--limit", "1"]) == 0
     kept.write_text(kept.read_text() + '{"item": "torn', encoding="utf-8")
     capsys.readouterr()
     scored: list[int] = []
@@ -143,12 +143,12 @@ def test_what_is_kept_is_not_done_again(
         return score(scorer, items, progress)
 
     monkeypatch.setattr(tasks.likelihood, "score_items", counting)
-    assert bench.run(words) == 0
+    assert quality.run(words) == 0
     got = capsys.readouterr()
     line = json.loads(got.out)
     assert scored == [1] and line["questions"]["count"] == 2 and line["shots"] == 0
     assert "mmlu" in got.err and "acc_norm" in got.err
-    assert bench.run([*words, "--precision", "int4w"]) == 0  # other settings, other results
+    assert quality.run([*words, "--precision", "int4w"]) == 0  # other settings, other results
     assert scored == [1, 2] and len(kept.read_text().splitlines()) == 4
     kept.write_text("{}\n")
     with pytest.raises(FormatError, match="another file"):

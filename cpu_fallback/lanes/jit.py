@@ -32,6 +32,7 @@ import functools
 import itertools
 import logging
 import mmap
+import os
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -253,6 +254,10 @@ def warm(kernels: Iterable[Kernel], progress: Progress | None = None) -> None:
                 missing.append(k)
         if missing:
             refuse_in_window(f"compile the kernel {missing[0].name}")
+            try:
+                os.getcwd()
+            except FileNotFoundError:  # Numba asks as well, and ends with it
+                os.chdir("/")
         for done, k in enumerate(missing):
             if progress:
                 progress(done, len(missing))

@@ -289,10 +289,10 @@ class Emitter:
     def _head(self, nbytes: Any) -> Any:
         """Emit the step over a head, or none; ask for its lines ahead, as for those of codes.
 
-        Where products add in int16 these have no time for more requests.
+        Without AVX-512 products have no time for more requests.
         """
         at = self.weights.take(nbytes)
-        if not (CURRENT.in_shorts or (self.strip and self.strip.decoded)):
+        if CURRENT.avx512 and not (self.strip and self.strip.decoded):
             for line in range(0, self.layout.head, LINE):
                 further = self.b.add(v.behind(self.b, at, line), self.ahead)
                 ask(self.b, further, self.tokens or TILE_TOKENS)
