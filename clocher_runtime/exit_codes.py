@@ -143,8 +143,10 @@ def restore(before: list[tuple[int, Any]]) -> None:
     for number, handler in before:
         if signal.getsignal(number) in (_stop, signal.SIG_IGN):
             signal.signal(number, handler)
-    if before and sys.unraisablehook is _unraisable:
-        sys.unraisablehook = _hooks[0]
+    if before:
+        _ours.clear()
+        if sys.unraisablehook is _unraisable:
+            sys.unraisablehook = _hooks[0]
 
 
 def ignore() -> None:

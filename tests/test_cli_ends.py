@@ -163,6 +163,19 @@ def test_closed_stdin_is_code_2_where_it_is_read(tmp_path):
 # Places that a run may be started in
 
 
+def test_signals_of_a_program_around_a_run_stay_its_own(inside):
+    """Those of the run before were ignored ever after."""
+    assert inside("--max-new", "1")[0] == 0
+    handlers = {number: lambda *_: None for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, handlers[number]) for number in handlers}
+    try:
+        assert inside("--max-new", "1")[0] == 0
+        assert {number: signal.getsignal(number) for number in handlers} == handlers
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def test_deleted_current_directory_is_no_matter(tmp_path):
     (tmp_path / "gone").mkdir()
     line = f'rmdir "{tmp_path}/gone"; exec "$@"'

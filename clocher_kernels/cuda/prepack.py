@@ -24,8 +24,7 @@ Kernels read rows of whole 16-byte vectors, K contiguous, as 32-bit words:
     bsr      codes  i32 [nnzb, R, W] if the blocks are int4, words as those of int4. Up to 16
                     columns are two words; W is a multiple of four beyond.
 
-Only a row that is no whole number of vectors grows, by zeros; all but ggml's blocks stays in place.
-Planes that are not named here are as stored.
+Rows of no whole vectors grow by zeros; all but ggml's stay in place. Other planes are as stored.
 """
 
 import warnings
