@@ -306,8 +306,9 @@ def _allocate(buffer: Buffer) -> np.ndarray:
     nbytes = math.prod(buffer.shape) * storage.itemsize
     # A step reads a cache like weights: from end to end. Small pages would cost it a third.
     make = aligned
-    if buffer.role == "state" and nbytes >= large_pages.HUGE:  # the first token touches all of
-        is_small = nbytes <= 2 * large_pages.HUGE  # a small one
+    if buffer.role == "state" and nbytes >= large_pages.HUGE:
+        # The first token touches all of a small one.
+        is_small = nbytes <= 2 * large_pages.HUGE
         make = large_pages.fetched if is_small else large_pages.allocate
     return make(nbytes).view(storage).reshape(buffer.shape)
 

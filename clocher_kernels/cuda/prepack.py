@@ -24,7 +24,7 @@ Kernels read rows of whole 16-byte vectors, K contiguous, as 32-bit words:
     bsr      codes  i32 [nnzb, R, W] if the blocks are int4, words as those of int4. Up to 16
                     columns are two words; W is a multiple of four beyond.
 
-Rows of no whole vectors grow by zeros; all but ggml's stay in place. Other planes are as stored.
+Rows that are not whole vectors get zeros; all but ggml's stay in place. Others are as stored.
 """
 
 import warnings

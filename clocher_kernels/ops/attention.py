@@ -35,7 +35,7 @@ from clocher_kernels.plan import Attr
 
 Array = np.ndarray
 
-# What ops are told of each token, and the page table.
+# What ops know of each token, and the page table.
 Slots = Annotated[Array, In("M", "i32", below="S")]
 Positions = Annotated[Array, In("M", "i32")]
 Ancestors = Annotated[Array, In("M", "u64")]

@@ -177,7 +177,7 @@ class Console:
         self._notes = Screen(sys.stderr if stream is None else stream, may_be_lost=True)
         self.texts = self._notes
         self._bar: Progress | None = None
-        self._due = 0.0  # seconds of a job until it is told of, where there is no terminal
+        self._due = 0.0  # seconds of a job until it is shown, where there is no terminal
 
     def __enter__(self) -> Self:
         return self
