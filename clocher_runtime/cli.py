@@ -40,7 +40,7 @@ def _process(words: Sequence[str], owns_process: bool, program: str) -> int:
             if is_run:
                 from clocher_runtime.command.clocher_run import clocher_run
 
-                return clocher_run.named(program).run(words[1:])
+                return clocher_run.named(program).run(words[1:], before)
             from clocher_runtime.subcommands import table
 
             shell = "_CLOCHER_COMPLETE" in os.environ
@@ -52,7 +52,7 @@ def _process(words: Sequence[str], owns_process: bool, program: str) -> int:
             if is_run:
                 from clocher_runtime.command.console import RunConsole, error_line
 
-                RunConsole(program).finish(error_line(signal))
+                RunConsole(program, words=words, taken=before).finish(error_line(signal))
             return int(exit_code(signal))
     except OSError as error:  # of standard output: commands report all others themselves
         _stdout_failed(error, program)
@@ -67,6 +67,8 @@ def _process(words: Sequence[str], owns_process: bool, program: str) -> int:
 def _stdout_failed(error: OSError, name: str) -> None:
     if sys.stdout is not None:  # Python flushes it again at exit, which must not fail again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if isinstance(error, BrokenPipeError):  # whose reader wants no more
+        return
     with suppress(OSError, AttributeError):  # standard error may be gone too
         sys.stderr.write(f"{name}: error: standard output: {error.strerror}\n")
 

@@ -21,8 +21,9 @@ if TYPE_CHECKING:
 _BOTH = (signal.SIGINT, signal.SIGTERM)
 _AGAIN_S = 0.1  # longer than a loaded machine takes to start the thread that sends it
 _hooks: list[Any] = []
-_ours: list[tuple[int, Any]] = []
-"""Signals that `listen` handles, and their handlers before."""
+
+Taken = list[tuple[int, Any]]
+"""Signals that are listened to, and their handlers before."""
 
 
 class Interrupt(KeyboardInterrupt):
@@ -110,12 +111,13 @@ def exit_code(error: BaseException) -> ExitCode:
     return ExitCode.BUG
 
 
-def listen() -> list[tuple[int, Any]]:
+def listen() -> Taken:
     """Raise KeyboardInterrupt on SIGINT, `Terminated` on SIGTERM, once; ignored signals stay so.
 
-    Returns what to `restore`, nothing if both are listened to already.
+    Returns what to `restore`: nothing if both have handlers already, or in another thread.
     """
-    before: list[tuple[int, Any]] = []
+    _received.clear()
+    before: Taken = []
     for number in _BOTH:
         handler = signal.getsignal(number)
         if handler in (signal.SIG_DFL, signal.default_int_handler):
@@ -124,10 +126,7 @@ def listen() -> list[tuple[int, Any]]:
             except ValueError:
                 return []
             before.append((number, handler))
-    if before:
-        _received.clear()
-        _ours[:] = before
-    if sys.unraisablehook is not _unraisable:
+    if before and sys.unraisablehook is not _unraisable:
         _hooks[:] = [sys.unraisablehook]
         sys.unraisablehook = _unraisable
     return before
@@ -138,20 +137,18 @@ def cause_of(error: BaseException) -> BaseException:
     return _received[0] if _received else error
 
 
-def restore(before: list[tuple[int, Any]]) -> None:
+def restore(before: Taken) -> None:
     """Undo `listen` and `ignore`, where no signal came and nothing else has taken their place."""
     for number, handler in before:
         if signal.getsignal(number) in (_stop, signal.SIG_IGN):
             signal.signal(number, handler)
-    if before:
-        _ours.clear()
-        if sys.unraisablehook is _unraisable:
-            sys.unraisablehook = _hooks[0]
+    if before and sys.unraisablehook is _unraisable:
+        sys.unraisablehook = _hooks[0]
 
 
-def ignore() -> None:
+def ignore(before: Taken) -> None:
     """Ignore signals, so that nothing changes the exit code after the last output."""
-    for number, _ in _ours:
+    for number, _ in before:
         signal.signal(number, signal.SIG_IGN)
 
 

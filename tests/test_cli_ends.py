@@ -1,10 +1,12 @@
 """`clocher-run` where it is hard to run: signals, streams, paths, places, two runs at once."""
 
+import errno
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ from test_cli import ROOT, command, outside, start
 
 from clocher_runtime import cli
 from clocher_runtime.command import loading as engine
+from clocher_runtime.exit_codes import listen, restore
 
 bitnet = test_cli.bitnet
 
@@ -165,15 +168,55 @@ def test_closed_stdin_is_code_2_where_it_is_read(tmp_path):
 
 def test_signals_of_a_program_around_a_run_stay_its_own(inside):
     """Those of the run before were ignored ever after."""
+    hook = sys.unraisablehook
     assert inside("--max-new", "1")[0] == 0
     handlers = {number: lambda *_: None for number in (signal.SIGINT, signal.SIGTERM)}
     before = {number: signal.signal(number, handlers[number]) for number in handlers}
     try:
         assert inside("--max-new", "1")[0] == 0
         assert {number: signal.getsignal(number) for number in handlers} == handlers
+        assert sys.unraisablehook is hook
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def test_a_run_within_a_command_leaves_it_its_signals(inside):
+    taken = listen()
+    try:
+        handlers = [signal.getsignal(number) for number, _ in taken]
+        assert len(handlers) == 2
+        assert inside("--max-new", "1")[0] == 0
+        assert [signal.getsignal(number) for number, _ in taken] == handlers
+    finally:
+        restore(taken)
+
+
+def test_an_error_in_a_thread_is_not_the_signal_of_a_run_before(inside, monkeypatch):
+    def fail(*_):
+        raise ValueError("wrong")
+
+    def interrupt(*_):
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr("clocher_runtime.command.run.run", interrupt)
+    assert inside("--max-new", "1")[0] == 130
+    monkeypatch.setattr("clocher_runtime.command.run.run", fail)
+    found = []
+    thread = threading.Thread(target=lambda: found.append(inside("--max-new", "1")))
+    thread.start()
+    thread.join()
+    code, line, _ = found[0]
+    assert (code, line["type"]) == (1, "ValueError")
+
+
+def test_a_disk_that_fails_is_not_standard_output(inside, monkeypatch):
+    def fail(*_):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr("clocher_runtime.command.run.run", fail)
+    code, line, err = inside("--max-new", "1")
+    assert (code, line["type"]) == (5, "DeviceError") and "standard output" not in err
 
 
 def test_deleted_current_directory_is_no_matter(tmp_path):

@@ -90,6 +90,11 @@ def test_search_is_never_worse_than_rounding(name, shape):
     assert not found.decode()[0].any()
 
 
+def test_one_scale_of_a_tensor_of_fp8_is_that_of_rounding() -> None:
+    values, fmt = draw("gauss", (16, 64)), parse_format("fp8_e4m3_tensor_f32")
+    assert (search(values, fmt).decode() == encode(values, fmt).decode()).all()
+
+
 @pytest.mark.parametrize("name", FLOATING)
 def test_search_of_floating_codes_is_better_than_rounding(name):
     fmt, rng = parse_format(name), rng_of(name)

@@ -174,6 +174,27 @@ def test_another_directory_does_not_matter(tmp_path: Path, monkeypatch: pytest.M
     file.check_unchanged()
 
 
+def test_a_file_that_comes_while_pages_are_sampled_is_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "f"
+    path.write_bytes(b"abc")
+    file = MappedFile(path)
+    file.remember()
+    os.utime(path, ns=(0, 0))
+    sample = MappedFile._sample
+
+    def replaced(self: MappedFile) -> str:
+        found = sample(self)
+        (tmp_path / "new").write_bytes(b"abd")
+        (tmp_path / "new").replace(path)
+        return found
+
+    monkeypatch.setattr(MappedFile, "_sample", replaced)
+    with pytest.raises(ModelChanged, match="another file"):
+        file.check_unchanged()
+
+
 # Converters
 
 CONVERTER = """

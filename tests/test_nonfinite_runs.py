@@ -89,6 +89,7 @@ def test_a_fault_of_a_decode_step_is_found_too(settings: dict[str, float]) -> No
     with pytest.raises(NonFinite, match=f"token {len(PROMPT)} of") as caught:
         run(spoiled("llama", EMBED, np.nan, at), [PROMPT], Sampling(**settings))
     assert "embed of" in str(caught.value)
+    assert caught.value.__context__ is None  # no error of the queue stands before it
 
 
 def test_an_overflow_is_not_blamed_on_the_weights() -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 
+import numpy as np
 import pytest
 from weight_files import LLAMA
 
@@ -82,6 +83,18 @@ def test_an_output_file(trap: Trap, tmp_path: Path) -> None:
     with pytest.raises(OSError):
         OutputFile(tmp_path / "a.partial")
     assert is_untouched(tmp_path)
+
+
+def test_an_error_of_the_hashing_thread_is_no_hash(tmp_path: Path) -> None:
+    class Lost:
+        def update(self, data: memoryview) -> None:
+            raise MemoryError
+
+    file = OutputFile(tmp_path / "a.partial")
+    file.digest = Lost()  # type: ignore[assignment]
+    with pytest.raises(MemoryError):
+        file.write(np.zeros(8, np.uint8))
+    file.close()
 
 
 @traps

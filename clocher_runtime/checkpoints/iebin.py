@@ -225,7 +225,8 @@ class PlaneWriter:
         hashes = {key: self.put(region, tensor.planes[key]) for key, region in regions.items()}
         self.entries.append(Entry(name, tensor.shape, tensor.format, regions, hashes))
         if self._resumable:
-            self._journal.add(self.entries[-1].document() | {"record": record})
+            line = self.entries[-1].document()
+            self._journal.add(line | ({"record": record} if record else {}))
         self.records[name] = record
         self._progress(self.nbytes, name)
 

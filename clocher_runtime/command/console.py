@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Self, TextIO, TypeVar
 
 from clocher_kernels import __version__
 from clocher_kernels.errors import ModelChanged
-from clocher_runtime.exit_codes import ExitCode, Interrupt, exit_code, ignore, told
+from clocher_runtime.exit_codes import ExitCode, Interrupt, Taken, exit_code, ignore, told
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -73,7 +73,7 @@ class WordWrap:
         out: list[str] = []
         for char in text:
             cells = 8 - self._column % 8 if char == "\t" else 0 if char == "\n" else _cells(char)
-            if self._column + cells > edge:
+            if char != "\n" and self._column + cells > edge:
                 if char in " \t":
                     char = "\n"
                 else:
@@ -166,13 +166,23 @@ class Screen:
 class Console:
     """Messages of a program on standard error (or `stream`); `texts` gets what a model writes.
 
-    A context manager. `resumes`: what it does goes on when it is run again.
+    A context manager. `resumes`: what it does goes on when it is run again; `words`: those of the
+    command; `taken`: the signals that it listens to. `echoes`: commands write to standard output
+    themselves.
     """
 
+    echoes = True
+
     def __init__(
-        self, name: str = "clocher-run", stream: TextIO | None = None, *, resumes: bool = False
+        self,
+        name: str = "clocher-run",
+        stream: TextIO | None = None,
+        *,
+        resumes: bool = False,
+        words: Sequence[str] = (),
+        taken: Taken | None = None,
     ) -> None:
-        self.name, self._resumes = name, resumes
+        self.name, self._resumes, self._words, self._taken = name, resumes, words, taken or []
         # Python has no stream if standard error was closed at the start.
         self._notes = Screen(sys.stderr if stream is None else stream, may_be_lost=True)
         self.texts = self._notes
@@ -255,8 +265,8 @@ class Console:
         )
         elapsed = task.elapsed or 0.0
         if bar.disable and elapsed >= self._due:
-            part = f"{100 * done // max(total, 1)} %"
-            part = f"{size(done)} of {size(total)}" if in_bytes else part
+            share = f"{100 * done // max(total, 1)} %"
+            part = f"{size(done)} of {size(total)}" if in_bytes else share
             self.say(f"{what}: {part}, {elapsed:.0f} s")
             self._due = _LATER * elapsed
 
@@ -286,21 +296,27 @@ class Console:
 class RunConsole(Console):
     """The console of a run, whose last word is its line of JSON, where a program reads it."""
 
+    echoes = False
+
     def __init__(self, name: str, **more: Any) -> None:
         super().__init__(name, **more)
-        self.as_json = "--json" in sys.argv or not is_terminal(sys.stdout)
+        self.as_json = "--json" in self._words or not is_terminal(sys.stdout)
 
     def finish(self, line: Line) -> None:
         """Write the line; raises OSError. From here on no signal changes the answer."""
-        ignore()
+        ignore(self._taken)
         self._emit(line)
 
     def _emit(self, line: Line) -> None:
         if self.as_json:
             if sys.stdout is None:
-                raise OSError(errno.EBADF, "closed")
-            sys.stdout.write(f"{to_json(line)}\n")
-            sys.stdout.flush()
+                raise OSError(errno.EBADF, "closed", STDOUT)
+            try:
+                sys.stdout.write(f"{to_json(line)}\n")
+                sys.stdout.flush()
+            except OSError as error:
+                error.filename = STDOUT
+                raise
 
     def ended(self, raised: BaseException) -> tuple[BaseException, ExitCode]:
         """Write the error to both streams."""
@@ -317,11 +333,14 @@ class RunConsole(Console):
 STDOUT = "standard output"
 
 
-def in_words(error: OSError) -> str:
-    """Return the message of an error of the system: where, what, and what to do."""
-    nameless = error.errno in (errno.ENOSPC, errno.EPIPE, errno.EIO, errno.EBADF)
+def in_words(error: OSError, echoes: bool = True) -> str:
+    """Return the message of an error of the system: where, what, and what to do.
+
+    `echoes`: without a name of a file it may be one of standard output.
+    """
+    nameless = echoes and error.errno in (errno.ENOSPC, errno.EPIPE, errno.EIO, errno.EBADF)
     where = str(error.filename or "") or (STDOUT if nameless else "")
-    advice = _ADVICE.get(error.errno or 0, "") if error.filename else ""
+    advice = "" if where == STDOUT else _ADVICE.get(error.errno or 0, "") if where else ""
     return f"{where}: {error.strerror}{advice}" if error.strerror and where else str(error)
 
 

@@ -22,7 +22,7 @@ from clocher_runtime.command.parameters import PATH, Place
 from clocher_runtime.config.commands import settle, warnings
 from clocher_runtime.config.engine import HINTS, EngineConfig
 from clocher_runtime.config.values import Setting, declared
-from clocher_runtime.exit_codes import ExitCode, cause_of, listen, restore, told
+from clocher_runtime.exit_codes import ExitCode, Taken, cause_of, listen, restore, told
 
 HELP_WIDTH = 100
 Examples = Sequence[tuple[str, str]]
@@ -100,14 +100,20 @@ class Command(click.Command):
         """Return setting -> text of its flag. Raises click.UsageError."""
         return _texts(self.make_context(self.name, list(argv)).params)
 
-    def run(self, argv: Sequence[str] | None = None) -> int:
-        """Run it; write an error; return the exit code."""
+    def run(self, argv: Sequence[str] | None = None, taken: Taken | None = None) -> int:
+        """Run it; write an error; return the exit code. `taken`: what a caller's `listen` gave."""
         given = list(sys.argv[1:] if argv is None else argv)
         notes = " ".join((self.epilog or "").lower().split())
-        console = self._console(self.name or "", resumes="run it again to go on" in notes)
-        before = listen()
+        before = listen() if taken is None else []
+        console = self._console(
+            self.name or "",
+            resumes="run it again to go on" in notes,
+            words=given,
+            taken=taken or before,
+        )
         try:
             with console, self.make_context(self.name, given, obj=console) as context:
+                self._settle(context)  # before imports, which take longer
                 from clocher_runtime.disk.files import ending_on_lost_pages
 
                 with ending_on_lost_pages(console.lost):
@@ -118,7 +124,7 @@ class Command(click.Command):
             return console.ended(self._told(error))[1]
         except (Exception, KeyboardInterrupt) as raised:
             cause = told(cause_of(raised))
-            words = in_words(cause) if isinstance(cause, OSError) else None
+            words = in_words(cause, console.echoes) if isinstance(cause, OSError) else None
             if words is None or not words.startswith(STDOUT):
                 return console.ended(cause if words is None else DeviceError(words))[1]
             if not isinstance(cause, BrokenPipeError):  # whose reader wants no more
@@ -129,14 +135,13 @@ class Command(click.Command):
         finally:
             restore(before)
 
-    def invoke(self, ctx: click.Context) -> Any:
-        """Call the function; with the configuration, where the flags are settings of one."""
+    def _settle(self, ctx: click.Context) -> None:
+        """Make the configuration, where the flags are settings of one."""
         if self._kind:
             config = settle(self._kind, _texts(ctx.params), os.environ)
             for message in warnings(config, os.environ):
                 ctx.obj.say(message)
             ctx.params = {"config": config}
-        return super().invoke(ctx)
 
     def main(self, args: Sequence[str] | None = None, *_: Any, **more: Any) -> Any:
         """Run it as a program: exit with its code."""

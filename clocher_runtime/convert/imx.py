@@ -18,7 +18,7 @@ from clocher_kernels.errors import ShapeError, UsageError
 from clocher_kernels.formats import Format, Fp8, Int4, Int8, Mxfp4, base
 from clocher_kernels.formats.floats import FP8_BLOCK as BLOCK
 from clocher_kernels.formats.floats import by_blocks
-from clocher_kernels.quant_tensor import QuantTensor
+from clocher_kernels.quant_tensor import QuantTensor, encode
 
 GRID = 23
 STRETCHES = tuple(float(2.0 ** (i / 8)) for i in range(8))
@@ -44,6 +44,8 @@ def search(
     if isinstance(fmt, Mxfp4):
         return QuantTensor(values.shape, fmt, fmt.encode_weighted(values, weights))
     if isinstance(fmt, Fp8):
+        if fmt.scope == "tensor":
+            return encode(values, fmt)
         return _search_fp8(values, fmt, weights, threads)
     if not isinstance(fmt, Int4 | Int8):
         raise UsageError(f"{fmt.name} has no scales to search for; choose int4, int8, fp8 or mxfp4")

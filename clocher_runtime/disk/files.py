@@ -115,6 +115,7 @@ class MappedFile(mmap.mmap):
     nbytes: int
     _absolute: str
     _opened: os.stat_result
+    _mtime_ns: int  # at which the content was that of the mapping
     _address: int
     _digest = ""
 
@@ -134,6 +135,7 @@ class MappedFile(mmap.mmap):
                 raise ModelError(f"{path}: cannot be mapped: {error}") from None
         self.path, self.nbytes = path, size
         self._absolute, self._opened = os.path.abspath(path), found
+        self._mtime_ns = found.st_mtime_ns
         self._address = _address(self.bytes(0, size))
         if size <= _MAX_POINTER_BYTES:
             _refuse_pointer(self[:], path)
@@ -164,7 +166,7 @@ class MappedFile(mmap.mmap):
             return "another file has taken its place"
         if found.st_size != self.nbytes:
             return f"it has {found.st_size} bytes, it had {self.nbytes}"
-        return None if found.st_mtime_ns == self._opened.st_mtime_ns else _WRITTEN
+        return None if found.st_mtime_ns == self._mtime_ns else _WRITTEN
 
     def remember(self) -> None:
         """Sample some pages, so that new times alone are no change from now on."""
@@ -177,8 +179,9 @@ class MappedFile(mmap.mmap):
         """
         change = self.change()
         if change == _WRITTEN and self._digest and self._sample() == self._digest:
-            self._opened = os.stat(self._absolute)
-        elif change:
+            self._mtime_ns = os.stat(self._absolute).st_mtime_ns
+            change = self.change()  # another file may have come meanwhile
+        if change:
             raise ModelChanged(f"{self.path}: changed since it was loaded: {change}; {_LEAVE}")
 
     def _sample(self) -> str:

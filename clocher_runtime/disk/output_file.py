@@ -8,7 +8,7 @@ import os
 import shutil
 import stat
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, Self
@@ -82,9 +82,11 @@ class OutputFile:
         one = hashlib.sha256()
         last: list[Future[None]] = []
         for piece in pieces:  # which is read or written while the last one is hashed
-            wait(last)
+            for each in last:
+                each.result()
             last = [self._threads.submit(each.update, piece) for each in (one, self.digest)]
-        wait(last)
+        for each in last:
+            each.result()
         return one.hexdigest()
 
     def _written(self, piece: memoryview) -> memoryview:

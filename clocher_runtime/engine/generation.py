@@ -165,15 +165,17 @@ class Generation(Iterator[Token]):
         queue = self.begin()
         while True:
             self._lock.serve(queue)
-            try:
+            with suppress(IndexError):  # it ended, or another thread took the token
                 return queue.tokens.popleft()
-            except IndexError:  # it ended, or another thread took the token
-                if queue.is_over:
-                    self._finish(queue)
-                    raise StopIteration from None
+            if queue.is_over:
+                self._finish(queue)
+                raise StopIteration
 
     def poll(self) -> list[Token] | None:
-        """Return available tokens without a step; None after the last. Raises ClocherError."""
+        """Return available tokens without a step; None after the last.
+
+        Raises ClocherError where one ended it, at every call from then on, as `next` does.
+        """
         queue = self.begin()
         tokens = [queue.tokens.popleft() for _ in range(len(queue.tokens))]
         if tokens or not queue.is_over:

@@ -126,7 +126,8 @@ class Server:
             if isinstance(text := item.get("content"), str):
                 kind = "output_text" if item["role"] == "assistant" else "input_text"
                 item["content"] = [{"type": kind, "text": text}]
-            item |= {"id": f"{name}_input_{at}", "status": "completed"}
+            item.setdefault("id", f"{name}_input_{at}")
+            item.setdefault("status", "completed")
         if request.query_params.get("order") != "asc":
             items.reverse()
         ends = {"first_id": items[0]["id"], "last_id": items[-1]["id"], "has_more": False}

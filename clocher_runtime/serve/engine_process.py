@@ -308,10 +308,10 @@ class EngineProcess:
                 self.status = "ready"
             self.changed.set()
             return
-        # One long gap may be a pause of the machine; two are the engine's pace.
-        gap = now - self._heard if self._open else 0.0
-        self.step_s = max(min(gap, self._gap_s), _FADING * self.step_s)
-        self._gap_s = max(gap, _FADING * self._gap_s)
+        if self._open:  # one long gap may be a pause of the machine; two are the engine's pace
+            gap = now - self._heard
+            self.step_s = max(min(gap, self._gap_s), _FADING * self.step_s)
+            self._gap_s = max(gap, _FADING * self._gap_s)
         if message.state.changed != self.state.changed and message.state.changed:
             self._note(f"{message.state.changed}; requests go on with what is mapped")
         self._heard, self.state = now, message.state

@@ -66,7 +66,7 @@ _ANTHROPIC = {
 """Status -> Anthropic's error type; others are invalid requests."""
 _EXPECTED = {
     **dict.fromkeys(("dict_type", "model_type", "model_attributes_type"), "an object"),
-    "string_too_short": "a string of at least {min_length}",
+    "string_too_short": "a string of at least {min_length} characters",
     "string_too_long": "a string of at most {max_length} characters",
     "too_short": "a list of at least {min_length}",
     "too_long": "a list of at most {max_length}",

@@ -119,9 +119,14 @@ class DedupIndex:
     planes: tuple[StoredPlane, ...]
 
     @cached_property
+    def placed(self) -> tuple[tuple[tuple[Region, ...], ...], dict[str, int]]:
+        """The places of each plane's parts, and where the files end."""
+        return place_parts(self.planes)
+
+    @property
     def regions(self) -> tuple[tuple[Region, ...], ...]:
         """The places of each plane's parts."""
-        return place_parts(self.planes)[0]
+        return self.placed[0]
 
     def text(self) -> bytes:
         """Return the file."""
@@ -164,14 +169,14 @@ def parse_index(
     planes: list[StoredPlane] = []
     for number, (value, plane) in enumerate(zip(values, raw, strict=True)):
         planes.append(_read_plane(value, plane, planes, f"{where}: planes[{number}]"))
-    _, ends = place_parts(planes)
+    index = DedupIndex(source, files, tuple(planes))
+    ends = index.placed[1]
     for kind, end in ends.items():
         if files[kind].nbytes != end:
             raise FormatError(
                 f"{where}: files.{kind}.nbytes is {files[kind].nbytes}, its parts end at {end}"
             )
     check_expansion(planes, sum(ends.values()), where)
-    index = DedupIndex(source, files, tuple(planes))
     if document["totals"] != (totals := index._totals):
         raise FormatError(f"{where}: totals are {document['totals']!r:.80}, expected {totals}")
     return index
