@@ -15,8 +15,6 @@ PARTS keeps what is done, so that --seconds may end a run early and the same com
 are standard errors.
 """
 
-import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,7 +27,7 @@ from typing import Any
 import click
 import numpy as np
 
-from bench.experiment import TEAM, NotMeasured, experiment, opened
+from bench.experiment import TEAM, NotMeasured, experiment, opened, output_of
 from bench.llama_programs import WINDOW, answered, completed, divergence
 from bench.peers import OURS, LlamaBench, compare
 from bench.record import Row
@@ -213,17 +211,24 @@ def _right(metrics: Mapping[str, float]) -> float:
     return next(metrics[name] for name in _METRICS if name in metrics)
 
 
+_COST = """
+import os, subprocess, sys, time
+began = time.perf_counter()
+process = subprocess.Popen(sys.argv[1:], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+_, status, usage = os.wait4(process.pid, 0)
+print(os.waitstatus_to_exitcode(status), time.perf_counter() - began, usage.ru_maxrss)
+"""
+"""Runs a command. In a small process: a process that is started counts the memory of its parent."""
+
+
 def _cost(command: Sequence[object]) -> Sums:
     """Return the seconds and the MiB of a whole process, the second of two."""
+    words = [str(word) for word in command]
     for _ in range(2):
-        began = time.perf_counter()
-        words = [str(word) for word in command]
-        process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        _, status, usage = os.wait4(process.pid, 0)
-        if status:
-            raise NotMeasured(f"{words[0]}: exit code {os.waitstatus_to_exitcode(status)}")
-        found = {"start_s": time.perf_counter() - began, "memory_mib": usage.ru_maxrss / 1024}
-    return found
+        code, seconds, kib = output_of([sys.executable, "-S", "-c", _COST, *words]).split()
+        if code != "0":
+            raise NotMeasured(f"{words[0]}: exit code {code}")
+    return {"start_s": float(seconds), "memory_mib": int(kib) / 1024}
 
 
 def _speed(gguf: Path, programs: Path, threads: int) -> Sums:

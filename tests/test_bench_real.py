@@ -143,3 +143,11 @@ def test_a_real_shape_is_quantised_and_scored(tmp_path: Path) -> None:
     assert small["bits"] == pytest.approx(4.75) and small["mib"] < large["mib"]
     assert 0 < large["kld_text"] < small["kld_text"] and small["tokens_text"] == 255
     assert not [path for path in tmp_path.iterdir() if path.is_dir()]
+
+
+def test_the_memory_of_a_process_is_its_own() -> None:
+    large = np.ones(1 << 26)  # 512 MiB of this one
+    found = real._cost([sys.executable, "-S", "-c", "bytearray(64 << 20)"])
+    assert 64 < found["memory_mib"] < 256 < large.nbytes >> 20 and found["start_s"] > 0
+    with pytest.raises(NotMeasured, match="exit code 3"):
+        real._cost([sys.executable, "-S", "-c", "raise SystemExit(3)"])
