@@ -107,6 +107,14 @@ def test_values_are_those_of_the_type() -> None:
     assert np.abs(made["int8"] - x).max() <= top.max() / 254 * 1.001
 
 
+def test_values_whose_step_is_no_number_stay_within_codes() -> None:
+    x = np.full((1, 32), np.float32(1e-37))  # 127 / absmax is infinite
+    y = np.empty_like(x)
+    with np.errstate(over="ignore"):
+        fake_quantize(x=x, y=y, dtype="i8", group=0)
+    np.testing.assert_allclose(y, x, rtol=1e-3)
+
+
 def test_what_is_not_finite_stays_so_and_the_rest_saturates() -> None:
     x = np.array([[1e38, -3.4e38, 1.0], [np.inf, 1.0, 2.0], [np.nan, 1.0, 2.0]], np.float32)
     for attrs in ROUNDED.values():

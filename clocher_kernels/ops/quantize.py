@@ -118,7 +118,10 @@ def fake_quantize(
         return
     k = x.shape[-1]
     steps, scale = _divided(x, group, floor, most)
-    rounded = np.rint(steps).astype(np.int8) if dtype == "i8" else from_f32(steps, dtype)
+    if dtype == "i8":
+        rounded = np.clip(np.rint(steps), -127, 127).astype(np.int8)
+    else:
+        rounded = from_f32(steps, dtype)
     y[...] = to_f32(rounded, dtype) * np.repeat(scale, group or k, axis=-1)[..., :k]
 
 
