@@ -57,7 +57,7 @@ class ExitCode(IntEnum):
     BUG = 1  # unexpected: a defect of Clocher, not of the request
     USAGE = 2  # bad flag, environment variable or number
     MODEL = 3  # model missing, invalid or not supported
-    DEVICE = 5  # device or engine not available
+    DEVICE = 5  # device, engine or disk not available
     MEMORY = 6  # out of memory
     MISMATCH = 7  # verification found a difference
     REJECTED = 8  # the quality gate failed

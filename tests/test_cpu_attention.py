@@ -17,8 +17,8 @@ from clocher_kernels.ops.cases import case_plan
 from clocher_kernels.ops.contract import Case
 from clocher_kernels.plan import Attr
 from cpu_fallback.executor import CpuExecutor
-from cpu_fallback.lanes.jit import Kernel
-from cpu_fallback.ops.attention_block import LONGEST, clear_around
+from cpu_fallback.ops.attention_block import LONGEST
+from cpu_fallback.team import team
 
 DRAWN = settings(max_examples=40)
 TALL_TILES = [
@@ -393,21 +393,27 @@ def test_a_cap_makes_no_number_of_what_is_not_finite(key: float, threads: int) -
     assert np.isfinite(y[0]).all() and np.isnan(y[1]).all()
 
 
-def cleared(panel, pitch, begin, end):
-    clear_around(panel, pitch, begin, end)
-
-
-@pytest.mark.parametrize(("begin", "end"), [(0, 8), (3, 33), (20, 21), (16, 32)])
-def test_what_is_scored_beside_the_cells_of_a_block_is_zero(begin: int, end: int) -> None:
+@pytest.mark.parametrize("count", [5, 8, 19])
+def test_what_is_scored_beside_the_cells_of_a_block_is_zero(
+    count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Scratch memory may hold denormal numbers: eight tokens took eight times as long."""
-    memory = np.full(64 * 32 + 16, np.float32(1e-40))
-    panel = memory[-memory.ctypes.data % 64 // 4 :][: 64 * 32].reshape(64, 32)
-    function = Kernel(cleared).callable
-    function(panel.ctypes.data, 4 * 32, begin, end)
-    cell = np.arange(64)
-    scored = (cell >= begin // 16 * 16) & (cell < -(-end // 16) * 16)
-    around = scored & ((cell < begin) | (cell >= end))
-    assert (panel[around] == 0).all() and (panel[~around] == np.float32(1e-40)).all()
+    scratch, aligned = list[np.ndarray](), team.aligned
+
+    def denormal(nbytes: int) -> np.ndarray:
+        scratch.append(aligned(nbytes))
+        scratch[-1].view(np.float32)[...] = np.float32(1e-40)
+        return scratch[-1]
+
+    monkeypatch.setattr(team, "aligned", denormal)
+    rng = np.random.default_rng(5)
+    cache = Cache(rng, "f16", 1, 1, 64, 1, 32)
+    cache.fill(0, [*range(count)])
+    rows = [(0, at, at + 1, 0) for at in range(count)]
+    attend(cache, 4, 0, {**tokens(*rows), "q": queries(rng, count, cache, 4)}, threads=1)
+    last = cache.planes["v_cache"][0, 0, count - 1].astype(np.float32).tobytes()
+    (found,) = [each.tobytes().partition(last)[2] for each in scratch if last in each.tobytes()]
+    assert found[: -count % 16 * len(last)] == bytes(-count % 16 * len(last))
 
 
 @pytest.mark.parametrize(

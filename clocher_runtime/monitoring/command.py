@@ -74,7 +74,7 @@ class Followed:
         One without an end is only yielded if it is the `last`.
         """
         for path in sorted(self._folder.iterdir()) if self._folder else ():
-            fits = path.suffix in SUFFIXES and len(self._places) < MAX_FILES
+            fits = path.name.endswith(SUFFIXES) and len(self._places) < MAX_FILES
             if fits and path not in self._places and path.is_file() and os.access(path, os.R_OK):
                 self._places[path] = Place()
         for path, place in self._places.items():

@@ -254,10 +254,6 @@ def warm(kernels: Iterable[Kernel], progress: Progress | None = None) -> None:
                 missing.append(k)
         if missing:
             refuse_in_window(f"compile the kernel {missing[0].name}")
-            try:
-                os.getcwd()
-            except FileNotFoundError:  # Numba asks as well, and ends with it
-                os.chdir("/")
         for done, k in enumerate(missing):
             if progress:
                 progress(done, len(missing))
@@ -283,6 +279,11 @@ def _compile(k: Kernel) -> bytes:
 
 
 def _module(k: Kernel) -> llvm.ModuleRef:
+    try:
+        os.getcwd()
+    except FileNotFoundError:  # Numba asks as well, and ends with it
+        _log.warning("the current directory is gone; / is it from now on")
+        os.chdir("/")
     text, native = lower(k.function, k.params, k.result)
     args = ", ".join(f"i64 %a{i}" for i in range(k.params))
     # Numba returns a status and passes the result by pointer; callers want a plain C function. What

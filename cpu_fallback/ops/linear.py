@@ -42,10 +42,10 @@ PANELS = TILE_SUMS + 4 * 16 * 16  # In the scratch of a product: the panels
 SHARES = 4  # Shares per thread of a product whose weights are worth it
 _LONGEST = 1 << 17
 
-_AHEAD = 4096
+_AHEAD_OF_FEW_BITS = 4096 if CURRENT.in_shorts else 8192
 """Bytes of weights to ask for ahead of use: what a core's own prefetcher does not keep up with."""
-_AHEAD_OF_FEW_BITS = _AHEAD if CURRENT.in_shorts else 8192
-"""The same of tiles of five bits and less that have heads: they are multiplied faster."""
+_AHEAD = 4096 if CURRENT.avx512 else _AHEAD_OF_FEW_BITS
+"""The same of int8, and of blocks of 256 columns, which are used up more slowly."""
 TWOS = int(CURRENT.amx)  # Whether panels that strips are multiplied by are those of AMX
 _FEW = 2
 _NONE_OF_FEW = CURRENT.in_shorts and is_zen()

@@ -289,7 +289,7 @@ class Emitter:
     def _head(self, nbytes: Any) -> Any:
         """Emit the step over a head, or none; ask for its lines ahead, as for those of codes.
 
-        Without AVX-512 products have no time for more requests.
+        Between heads a line of codes is asked for twice. Without AVX-512 there is no time for more.
         """
         at = self.weights.take(nbytes)
         if CURRENT.avx512 and not (self.strip and self.strip.decoded):

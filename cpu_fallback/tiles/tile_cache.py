@@ -230,10 +230,11 @@ class TileCache:
                     fcntl.flock(file, fcntl.LOCK_EX)  # `_tidy` knows by it that we live
                 file.write(header)
                 file.write(data.data)
-            with locked(lock):
-                self._tidy(path)
         except OSError as error:
             self._give_up("store", error)
+            return
+        with suppress(OSError), locked(lock):  # else the next one makes room
+            self._tidy(path)
 
     def _give_up(self, what: str, error: OSError) -> None:
         """Leave the directory alone from now on: the next tensor would not fare better."""
