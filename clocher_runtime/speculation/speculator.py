@@ -167,7 +167,8 @@ class Speculator:
         """Record the time that counts of a decode-only forward and its drafts."""
         if not self.trial.is_on:
             self.counts.not_worth += sequences
-        self.trial.note(ns, tokens / sequences, self.costs.ns[sequences])
+        bare_ns = self.costs.ns[sequences] if self.costs.known else 0.0
+        self.trial.note(ns, tokens / sequences, bare_ns)
 
     def reset(self) -> None:
         """Forget all sequences, as their state may be half-written."""
