@@ -137,10 +137,15 @@ def cause_of(error: BaseException) -> BaseException:
     return _received[0] if _received else error
 
 
+def end_at_once(number: int, frame: FrameType | None) -> None:
+    """End the process: the handler of a server whose event loop no longer runs."""
+    os._exit(ExitCode.TERMINATED)
+
+
 def restore(before: Taken) -> None:
-    """Undo `listen` and `ignore`, where no signal came and nothing else has taken their place."""
+    """Undo `listen`, `ignore` and `end_at_once`, where no signal came or others took over."""
     for number, handler in before:
-        if signal.getsignal(number) in (_stop, signal.SIG_IGN):
+        if signal.getsignal(number) in (_stop, end_at_once, signal.SIG_IGN):
             signal.signal(number, handler)
     if before and sys.unraisablehook is _unraisable:
         sys.unraisablehook = _hooks[0]

@@ -1,6 +1,7 @@
 """Activation thresholds: a lossy mode whose kernels are exact."""
 
 import json
+import signal
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -138,10 +139,13 @@ def test_what_stays_refused_ends_with_2_everywhere(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("import os\n" * 99, encoding="utf-8")
     rule = ["--act-sparsity", "topk:0.5", "--precision", "int8w"]
     text = ["--text", str(tmp_path / "text.txt"), "--window", "16"]
+    signals = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     for words in (["run"], ["serve", "--port", "0"], ["perplexity", *text], ["bench", "-p", "0"]):
         code, _, err = here(*words, "--model-dir", str(LLAMA), *rule)
         assert code == 2 and "Traceback" not in err, (words, err)
         assert "act_sparsity" in err and "expected ternary weights, or symmetric int4" in err
+        # A server left "end at once" to whatever ran after it in the process.
+        assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)] == signals
     with pytest.raises(UsageError, match="expected ternary weights"):
         clocher_runtime.load(LLAMA, precision="int8w", act_sparsity="topk:0.5")
 

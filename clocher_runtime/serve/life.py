@@ -27,7 +27,7 @@ from clocher_runtime.command.loading import adapters_of, choose_model, converses
 from clocher_runtime.config.commands import ServeConfig, is_local
 from clocher_runtime.config.engine import NUMERICS
 from clocher_runtime.engine.arguments import told
-from clocher_runtime.exit_codes import ExitCode
+from clocher_runtime.exit_codes import end_at_once
 from clocher_runtime.serve.answers import now_s
 from clocher_runtime.serve.app import Server
 from clocher_runtime.serve.engine_process import EngineProcess
@@ -273,7 +273,7 @@ def _end_at_next_signal(loop: asyncio.AbstractEventLoop) -> None:
     """End the process at the next signal, even if the loop no longer runs."""
     for number in _SIGNALS:
         loop.remove_signal_handler(number)
-        signal.signal(number, lambda *_: os._exit(ExitCode.TERMINATED))
+        signal.signal(number, end_at_once)
 
 
 async def assemble(config: ServeConfig, note: Note) -> Server:
