@@ -298,6 +298,27 @@ def test_excluded_bounds_are_excluded(
     assert accepts(maker, model, spec, inside) and not accepts(maker, model, spec, outside)
 
 
+def test_a_format_that_is_not_checked_is_no_error(
+    maker: GrammarMaker, model: LanguageModel
+) -> None:
+    """As for validators; what a schema quotes, and names of properties, stay."""
+    schema = {
+        "properties": {
+            "path": {"type": "string", "format": "path", "maxLength": 3},
+            "kind": {"const": {"format": "pdf", "exclusiveMinimum": 1}},
+            "format": {"type": "string", "format": "date"},
+        },
+        "required": ["path", "kind", "format"],
+    }
+    spec = {"kind": "json_schema", "value": schema}
+    text = (
+        '{"path": "/a", "kind": {"format": "pdf", "exclusiveMinimum": 1}, "format": "2026-11-28"}'
+    )
+    assert accepts(maker, model, spec, text)
+    for right, wrong in (("/a", "/abc"), ("pdf", "png"), ("2026-11-28", "today")):
+        assert not accepts(maker, model, spec, text.replace(right, wrong))
+
+
 def test_ids_that_no_token_has_are_never_allowed() -> None:
     maker = GrammarMaker(TOKENIZER.encode(), VOCABULARY + 100, [0])
     for spec in (

@@ -36,6 +36,11 @@ _SPACE = {"whitespace_pattern": r"[ \n\r\t]{1,32}"}
 """Whitespace within JSON, bounded so that a model cannot emit blanks forever."""
 _BRACKETED = re.compile(r"<.*>", re.DOTALL)
 """Added tokens that llguidance takes for special, not for text, even if the tokenizer does not."""
+_FORMATS = {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid"}
+_FORMATS |= {"uri", "unknown"}
+"""Formats of strings that llguidance follows."""
+_LITERAL = {"const", "enum", "default", "examples"}  # keywords whose values are no schemas
+_BY_NAME = {"properties", "patternProperties", "dependentSchemas", "$defs", "definitions"}
 _LEAST, _LARGEST = 1e-6, 1 << 31  # up to here doubles resolve such a difference
 
 Part = Mapping[str, Any]
@@ -222,24 +227,35 @@ def _schema(source: object) -> Part:
     except (TypeError, ValueError, RecursionError) as error:
         raise UsageError(f"the JSON schema is not JSON: {error!s:.200}") from None
     _check_length("the JSON schema", text, MAX_SCHEMA_CHARS)
-    # Ours overrides the client's: a schema must not disable its own checks.
-    return {"json_schema": {**_closed(text), "x-guidance": _SPACE}}
-
-
-def _closed(schema: str) -> dict[str, Any]:
-    """Return a schema whose exclusive integer bounds are moved inwards by 10^-6.
-
-    If the bounds of a number are less than 1 apart, llguidance 1.9 allows an exclusive integer
-    bound itself: 20 for numbers above 20 and below 20.5. A literal object that has such a key
-    changes, too. Raises UsageError: nested too deeply.
-    """
     try:
-        return json.loads(schema, object_hook=_with_closed_bounds)  # type: ignore[no-any-return]
+        adapted = _adapted(json.loads(text))
     except RecursionError:
         raise UsageError("the JSON schema is nested too deeply; make it flatter") from None
+    # Ours overrides the client's: a schema must not disable its own checks.
+    return {"json_schema": {**adapted, "x-guidance": _SPACE}}
 
 
-def _with_closed_bounds(made: dict[str, Any]) -> dict[str, Any]:
+def _adapted(schema: Any, by_name: bool = False) -> Any:
+    """Return a schema as llguidance 1.9 has to read it; `by_name`: an object of schemas.
+
+    Exclusive integer bounds move inwards by 10^-6: if the bounds of a number are less than 1 apart
+    it allows the bound itself, 20 for numbers above 20 and below 20.5. Formats that it does not
+    know, which it refuses, are left out, as validators ignore them (JSON Schema 2020-12, 7.2.3).
+    """
+    if isinstance(schema, list):
+        return [_adapted(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    made = {
+        key: value if key in _LITERAL and not by_name else _adapted(value, key in _BY_NAME)
+        for key, value in schema.items()
+    }
+    return made if by_name else _rewritten(made)
+
+
+def _rewritten(made: dict[str, Any]) -> dict[str, Any]:
+    if isinstance(made.get("format"), str) and made["format"] not in _FORMATS:
+        del made["format"]
     for open_, closed, inwards in (
         ("exclusiveMinimum", "minimum", 1),
         ("exclusiveMaximum", "maximum", -1),
