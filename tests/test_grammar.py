@@ -304,7 +304,7 @@ def test_a_format_that_is_not_checked_is_no_error(
     """As for validators; what a schema quotes, and names of properties, stay."""
     schema = {
         "properties": {
-            "path": {"type": "string", "format": "path", "maxLength": 3},
+            "path": {"type": "string", "format": "path", "maxLength": 3, "uniqueItems": False},
             "kind": {"const": {"format": "pdf", "exclusiveMinimum": 1}},
             "format": {"type": "string", "format": "date"},
         },

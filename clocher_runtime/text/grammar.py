@@ -256,6 +256,8 @@ def _adapted(schema: Any, by_name: bool = False) -> Any:
 def _rewritten(made: dict[str, Any]) -> dict[str, Any]:
     if isinstance(made.get("format"), str) and made["format"] not in _FORMATS:
         del made["format"]
+    if made.get("uniqueItems") is False:  # which asks for nothing
+        del made["uniqueItems"]
     for open_, closed, inwards in (
         ("exclusiveMinimum", "minimum", 1),
         ("exclusiveMaximum", "maximum", -1),
