@@ -14,7 +14,6 @@ CASES = {
     "block_sparse": ("bench.linear:sparse", "dense against block-sparse products"),
     "real": ("bench.real:main", "published files: KLD, perplexity beside llama.cpp"),
     "quantise": ("bench.quantise:main", "loss of each method at its bytes, real weights"),
-    "low_bits": ("bench.low_bits:main", "2 to 5 bits: switches at equal bytes, beside GGUF types"),
     "profile": ("bench.profile:main", "where the time of a step goes, flame graph, overhead"),
     "speculation": ("bench.speculation:main", "drafts beside none on texts of several kinds"),
     "schemas": ("bench.schemas:main", "JSON schemas of a suite: coverage, time of masks"),

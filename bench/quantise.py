@@ -7,11 +7,12 @@ r"""Quantisation of real weights: what each method loses at its bytes, beside ll
 Where floats cannot be had, FLOAT.gguf is --published dequantised; noise of up to half a step is
 then added to a copy, for a grid that was there before would be found again. Each candidate
 quantises the matrices of the layers of FLOAT.gguf; embeddings and head have 8 bits in all of them
-(int8 g32 or Q8_0), so that sizes differ by the layers alone. Clocher reads every result with fp32
-activations and an fp32 cache, and compares its logits with those of FLOAT.gguf, on text that was
-not calibrated with. `over llama.cpp` is the KL divergence beside that of llama-quantize with an
-importance matrix at equal bytes, between its next smaller and larger type; importance matrix and
-calibration read as many tokens of CALIB. PARTS keeps what is done, for a run that --seconds ended.
+(int8 g32 or Q8_0), so that sizes differ by the layers alone. `whole`: they have what the command
+gives them, of --bits B or of llama-quantize. Clocher reads every result with fp32 activations and
+an fp32 cache, and compares its logits with those of FLOAT.gguf, on text that was not calibrated
+with. `over llama.cpp` is the KL divergence beside that of llama-quantize with an importance matrix
+at equal bytes, between its next smaller and larger type; importance matrix and calibration read as
+many tokens of CALIB. PARTS keeps what is done, for a run that --seconds ended.
 """
 
 import json
@@ -56,6 +57,10 @@ METHODS = {"int4 g128": ("rtn", "gptq"), "int4 g32": ("rtn", "mse", "imx", "gptq
 }
 THEIRS = ("Q3_K_M", "IQ3_S", "Q4_0", "IQ4_XS", "Q4_K_M", "Q5_K_M", "Q6_K", "Q8_0")
 PLAIN, WEIGHED = "llama-quantize", "llama-quantize, importance"
+THEIRS_WHOLE = ("IQ3_XXS", "IQ3_S", "IQ3_M", "IQ4_XS", "Q4_K_M", "Q5_K_M")
+BITS = ("2.6", "3", "3.4", "3.8", "4.2", "4.5")
+"""Of `clocher quantize --bits`: trellises."""
+WHOLE, WEIGHED_WHOLE = "gptq, whole", f"{WEIGHED}, whole"
 _UNWEIGHED = ("Q3_K_M", "Q4_0", "Q4_K_M")
 _ENDS = r".*(embed|lm_head).*"
 _LENGTH, _AT_ONCE = 512, 1 << 22
@@ -70,7 +75,9 @@ def candidates(llama: bool) -> Iterator[tuple[str, str]]:
     if llama:
         yield from ((name, WEIGHED) for name in THEIRS)
         yield from ((name, PLAIN) for name in _UNWEIGHED)
+        yield from ((name, WEIGHED_WHOLE) for name in THEIRS_WHOLE)
     yield from ((name, method) for name, methods in METHODS.items() for method in methods)
+    yield from ((f"--bits {bits}", WHOLE) for bits in BITS)
 
 
 def dither(source: Path, published: Path, out: Path) -> None:
@@ -100,16 +107,20 @@ def dither(source: Path, published: Path, out: Path) -> None:
 
 def make(asked: Any, name: str, method: str, folder: Path) -> Path:
     """Write a candidate into an empty folder, and return its path."""
-    if method in (PLAIN, WEIGHED):
+    if method in (PLAIN, WEIGHED, WEIGHED_WHOLE):
         return _theirs(asked, name, method, folder)
-    ends = {"pattern": _ENDS, "dtype": "int8", "group": 32, "scale_dtype": "f16"}
-    own = {"pattern": ".*", **OURS["int4 g32" if name == ALLOCATED else name]}
     rules, out = folder / "rules.json", folder / "out"
-    own |= {"clip": "mse", "method": "rtn"} if method == "mse" else {"method": method}
-    rules.write_text(json.dumps({"version": 1, "rules": [ends | {"method": "rtn"}, own]}))
     command = [sys.executable, "-m", "clocher_runtime", "quantize", asked.source, out]
-    command += ["--rules", rules, "--threads", asked.threads, "--no-hash"]
-    if method in ("imx", "gptq"):
+    command += ["--threads", asked.threads, "--no-hash"]
+    if method == WHOLE:
+        command += name.split()
+    else:
+        ends = {"pattern": _ENDS, "dtype": "int8", "group": 32, "scale_dtype": "f16"}
+        own = {"pattern": ".*", **OURS["int4 g32" if name == ALLOCATED else name]}
+        own |= {"clip": "mse", "method": "rtn"} if method == "mse" else {"method": method}
+        rules.write_text(json.dumps({"version": 1, "rules": [ends | {"method": "rtn"}, own]}))
+        command += ["--rules", rules]
+    if method in ("imx", "gptq", WHOLE):
         command += ["--calib-text", asked.calib, "--samples", asked.samples]
         command += ["--seq-len", _LENGTH]
     if name == ALLOCATED:
@@ -122,7 +133,7 @@ def make(asked: Any, name: str, method: str, folder: Path) -> Path:
 def _theirs(asked: Any, name: str, method: str, folder: Path) -> Path:
     programs, out = asked.llama or Path(), folder / "out.gguf"
     command: list[object] = [programs / "llama-quantize"]
-    if method == WEIGHED:
+    if method != PLAIN:
         weights = asked.keep.with_name(f"{asked.source.stem}.{asked.samples}.imatrix.gguf")
         if not weights.exists():
             part = weights.with_suffix(".part.gguf")
@@ -130,7 +141,8 @@ def _theirs(asked: Any, name: str, method: str, folder: Path) -> Path:
             output_of([*first, asked.threads, "-c", _LENGTH, "--chunks", asked.samples, "-o", part])
             part.rename(weights)
         command += ["--imatrix", weights]
-    command += ["--token-embedding-type", "q8_0", "--output-tensor-type", "q8_0"]
+    if method != WEIGHED_WHOLE:
+        command += ["--token-embedding-type", "q8_0", "--output-tensor-type", "q8_0"]
     output_of([*command, asked.source, out, name, asked.threads])
     return out
 
@@ -149,10 +161,14 @@ def _params(matrices: Sequence[QuantTensor]) -> int:
 
 
 def sizes(model: Path) -> real.Sums:
-    """Return the MiB of a model's tensors, and the bits of a weight of its layers' matrices."""
-    inner, _ = _matrices(model)
+    """Return the MiB of a model's tensors; bits of a weight of its layers' matrices, and of all."""
+    (inner, outer), nbytes = _matrices(model), open_checkpoint(model).nbytes
     layers = 8 * sum(stored.nbytes for stored in inner) / _params(inner)
-    return {"mib": open_checkpoint(model).nbytes / (1 << 20), "bits": layers}
+    return {
+        "mib": nbytes / (1 << 20),
+        "bits": layers,
+        "all_bits": 8 * nbytes / _params([*inner, *outer]),
+    }
 
 
 def over_theirs(row: Row, rows: Sequence[Row], key: str) -> float | None:
@@ -160,8 +176,9 @@ def over_theirs(row: Row, rows: Sequence[Row], key: str) -> float | None:
 
     Types that lose more than a smaller one are left out.
     """
+    peer = WEIGHED_WHOLE if row["method"] in (WHOLE, WEIGHED_WHOLE) else WEIGHED
     known: list[tuple[float, float]] = []
-    for each in sorted((r for r in rows if r["method"] == WEIGHED), key=lambda r: r["mib"]):
+    for each in sorted((r for r in rows if r["method"] == peer), key=lambda r: r["mib"]):
         if not known or log(each[key]) < known[-1][1]:
             known.append((each["mib"], log(each[key])))
     sizes = [mib for mib, _ in known]
@@ -212,7 +229,8 @@ def main(asked: Any) -> Iterator[Row]:
             parts.do(key, partial(_score, asked, name, method, texts))
         if found := parts.get(key):
             row: Row = {"model": model, "format": name, "method": method, "mib": found["mib"]}
-            row |= {"bits": found["bits"], "samples": asked.samples}
+            row |= {key: found.get(key) for key in ("bits", "all_bits")}
+            row |= {"samples": asked.samples}
             rows.append(row | texts.fields(found))
     for row in sorted(rows, key=lambda row: row["mib"]):
         over = {f"over_{kind}": over_theirs(row, rows, f"kld_{kind}") for kind in texts.kinds}

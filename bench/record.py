@@ -94,7 +94,8 @@ KINDS: Mapping[str, Kind] = {
     ),
     "quantise": Kind(
         "Quantised real weights",
-        "model | format | method | bits of the layers = {bits:.2f} | MiB = {mib:.1f} | "
+        "model | format | method | bits of the layers = {bits:.2f} | of all = {all_bits:.2f} | "
+        "MiB = {mib:.1f} | "
         "KLD of text = {kld_text:.5f} ± {kld_error_text:.5f} | over llama.cpp = {over_text:.2f} | "
         "KLD of turns = {kld_turns:.5f} ± {kld_error_turns:.5f} | "
         "over llama.cpp = {over_turns:.2f} | same top-1 = {same_top_text:.4f} | "
@@ -134,12 +135,6 @@ KINDS: Mapping[str, Kind] = {
             for what in ("cosine", "rms")
             for kind in ("per-tensor", "per-row", "per-group")
         ),
-    ),
-    "low_bits": Kind(
-        "Few bits a weight",
-        "name | bits = {bits:.3f} | MiB = {mib:.1f} | KLD = {kld_text:.4f} | "
-        "turns = {kld_turns:.4f} | same top = {same_top_text:.4f} | turns = {same_top_turns:.4f} | "
-        "perplexity = {perplexity_text:.2f} | turns = {perplexity_turns:.2f}",
     ),
     "profile": Kind(
         "Where a step goes",

@@ -81,7 +81,6 @@ LIBRARIES: dict[str, str] = {
     "scripts": "numpy click rich",
     "bench": """numpy msgspec click rich jinja2 jsonschema pytest torch triton cupy
         gemlite torchao bitsandbytes openvino openvino_genai""",
-    "bench.low_bits": "numpy numba torch transformers",
 }
 # Distributions whose modules have another name.
 PROVIDED_BY = {
@@ -285,8 +284,7 @@ def test_only_declared_libraries() -> None:
         package = next(p for p in sorted(LIBRARIES, reverse=True) if module.name.startswith(p))
         extra = {
             "bench": ("bench", "peers", "peers-cuda", "test", "cuda"),
-            "bench.low_bits": ("test",),
-            "clocher_kernels.cuda": ("cuda",),
+                    "clocher_kernels.cuda": ("cuda",),
             "clocher_kernels.torch": ("torch",),
             "clocher_runtime.checkpoints.hf.torch_bin": ("torch",),
             "clocher_runtime.convert.to_compressed": ("compressed",),
