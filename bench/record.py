@@ -267,21 +267,21 @@ def append_row(path: Path, row: Row) -> None:
 
 
 @contextmanager
-def _told() -> Iterator[None]:
+def _named_errors() -> Iterator[None]:
     try:
         yield
     except ClocherError as error:
         raise UsageError(str(error)) from None
 
 
-@_told()
+@_named_errors()
 def read_rows(path: Path) -> list[Row]:
     """Return a harness file's rows, without an unterminated last line, or UsageError."""
     data = read_bytes(path, MAX_BYTES)
     return [_row(*line) for line in parse_lines(data[: data.rfind(b"\n") + 1], path)]
 
 
-@_told()
+@_named_errors()
 def read_file(path: Path) -> ResultFile:
     """Return a result file (JSON or JSONL); UsageError if it is not one."""
     if path.suffix == ".jsonl":

@@ -128,8 +128,8 @@ def sections(files: Sequence[ResultFile], tokens_max: int | None = None) -> list
 
 def _section(file: ResultFile, tokens_max: int | None) -> Section:
     title = KINDS[file.kind].title if file.kind in KINDS else file.kind.replace("_", " ")
-    told = ", ".join(part for part in (file.date, file.machine) if part) or "date unknown"
-    text = f"{_plain(told)}; from `{_plain(file.name)}`."
+    origin = ", ".join(part for part in (file.date, file.machine) if part) or "date unknown"
+    text = f"{_plain(origin)}; from `{_plain(file.name)}`."
     text += f" Command: `{_plain(file.command)}`" if file.command else ""
     if file.kind == "harness":
         lines = [row["line"] or {} for row in file.rows]

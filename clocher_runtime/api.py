@@ -280,7 +280,7 @@ def load(
     keywords = {"prefix_cache": True, **with_kv_cache(settings, kv_cache), "model_dir": where}
     config = config_of(keywords, "load")
     names = {"model_dir": "path", "lora": "lora", "draft_model": "draft_model"}
-    given = {n: Given(told, str(keywords[n])) for n, told in names.items() if n in keywords}
+    given = {n: Given(flag, str(keywords[n])) for n, flag in names.items() if n in keywords}
     engine = load_engine(replace(config, given=given), progress, packing)
     session, loaded = engine.session, engine.loaded
     assert isinstance(loaded.tokenizer, Tokenizer)  # only the stub has another

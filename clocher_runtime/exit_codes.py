@@ -78,7 +78,7 @@ _CODES: tuple[tuple[type[BaseException], ExitCode], ...] = (
 )
 
 
-def told(error: BaseException) -> BaseException:
+def as_refusal(error: BaseException) -> BaseException:
     """Map a refused thread to DeviceError, refused memory to OutOfMemory; return others as is."""
     if isinstance(error, RuntimeError) and str(error) == "can't start new thread":
         return errors.DeviceError(

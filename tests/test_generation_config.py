@@ -14,7 +14,7 @@ from clocher_kernels.errors import FormatError, UsageError
 from clocher_runtime.checkpoints import open_checkpoint
 from clocher_runtime.command.completions import from_model
 from clocher_runtime.config.commands import ChatConfig, settle
-from clocher_runtime.engine.arguments import sampling_defaults, taken, told
+from clocher_runtime.engine.arguments import sampling_defaults, sampling_note, taken
 from clocher_runtime.serve.requests import ChatRequest, CompletionRequest
 from clocher_runtime.serve.responses import ResponsesRequest
 
@@ -76,7 +76,7 @@ def test_what_a_caller_says_is_stronger() -> None:
     }
     assert taken(DEFAULTS, {"temperature": 0}) == taken(DEFAULTS, {"temperature": 0.0}) == {}
     assert taken(DEFAULTS, {"temperature": None}) == DEFAULTS
-    assert told({}) == "" and "temperature 1.3, top_k 40" in told(DEFAULTS)
+    assert sampling_note({}) == "" and "temperature 1.3, top_k 40" in sampling_note(DEFAULTS)
 
 
 def test_python_draws_as_the_file_says(tmp_path: Path) -> None:

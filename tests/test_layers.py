@@ -284,7 +284,7 @@ def test_only_declared_libraries() -> None:
         package = next(p for p in sorted(LIBRARIES, reverse=True) if module.name.startswith(p))
         extra = {
             "bench": ("bench", "peers", "peers-cuda", "test", "cuda"),
-                    "clocher_kernels.cuda": ("cuda",),
+            "clocher_kernels.cuda": ("cuda",),
             "clocher_kernels.torch": ("torch",),
             "clocher_runtime.checkpoints.hf.torch_bin": ("torch",),
             "clocher_runtime.convert.to_compressed": ("compressed",),

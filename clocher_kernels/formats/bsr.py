@@ -34,7 +34,7 @@ class Bsr(Format):
         scales: bf16 [nnzb, R].
 
     The number of blocks depends on the values, so it is part of the format but not of its name:
-    `for_values` counts it, and whoever reads a file sets it from the length of col_idx.
+    `for_values` counts it, and a reader of files sets it from the length of col_idx.
 
     Attributes:
         block: (R, C), rows and columns of a block.

@@ -33,10 +33,10 @@ _HALF = {"I": "J"}
 @cache
 def untold(spec: OpSpec) -> tuple[str, ...]:
     """Return the dimension letters of an op's outputs that no argument has."""
-    told = {letter for p in spec.given for letter in p.letters}
-    told |= {half for half, whole in _HALF.items() if whole in told}
+    known = {letter for p in spec.given for letter in p.letters}
+    known |= {half for half, whole in _HALF.items() if whole in known}
     letters = dict.fromkeys(letter for p in spec.outputs for letter in p.letters)
-    return tuple(letter for letter in letters if letter not in told)
+    return tuple(letter for letter in letters if letter not in known)
 
 
 def sizes_of(

@@ -55,7 +55,7 @@ def route(
     Args:
         ids: [M, A] i32, written, by descending score + bias; equal ones by ascending expert.
         weights: [M, A] fp32, written; NaN if a logit is NaN or infinity, or score + bias is NaN. A
-            logit of minus infinity is that of an expert nobody chooses.
+            logit of minus infinity is that of an expert that is never chosen.
         bias: [E] fp32, for the choice alone.
         score: "chosen", "softmax" or "sigmoid".
         normalise: whether the weights are divided by their sum.

@@ -102,9 +102,9 @@ def _arguments(spec: OpSpec, positional: Sequence[Any], named: Arguments) -> dic
 
 
 def _fake(spec: OpSpec, found: Arguments) -> list[torch.Tensor]:
-    told, lead = sizes(spec, found), found[spec.given[0].name]
+    known, lead = sizes(spec, found), found[spec.given[0].name]
     return [
-        lead.new_empty([told[d] for d in p.letters], dtype=type_of(spec, p, found))
+        lead.new_empty([known[d] for d in p.letters], dtype=type_of(spec, p, found))
         for p in spec.outputs
     ]
 

@@ -29,11 +29,11 @@ def _plan(
     name: str,
     arrays: tuple[tuple[str, tuple[str, tuple[int, ...]]], ...],
     formats: tuple[tuple[str, Format], ...],
-    told: tuple[tuple[str, int], ...],
+    known: tuple[tuple[str, int], ...],
     attrs: tuple[tuple[str, Attr], ...],
     act_prec: str,
 ) -> Plan:
-    return op_plan(OPS[name], dict(arrays), dict(formats), dict(told), dict(attrs), act_prec)
+    return op_plan(OPS[name], dict(arrays), dict(formats), dict(known), dict(attrs), act_prec)
 
 
 def on_gpu(spec: OpSpec, found: Mapping[str, Any], device: Device) -> list[torch.Tensor]:

@@ -109,8 +109,8 @@ def sizes(spec: OpSpec, found: Mapping[str, Any]) -> dict[str, Any]:
         for p in spec.given
         if p.name in found
     }
-    told: dict[str, Any] = sizes_of(spec, shapes, {n: found[n] for n in untold(spec)})
-    return told
+    known: dict[str, Any] = sizes_of(spec, shapes, {n: found[n] for n in untold(spec)})
+    return known
 
 
 def type_of(spec: OpSpec, param: Param, found: Mapping[str, Any]) -> torch.dtype:

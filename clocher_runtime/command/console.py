@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Self, TextIO, TypeVar
 
 from clocher_kernels import __version__
 from clocher_kernels.errors import ModelChanged
-from clocher_runtime.exit_codes import ExitCode, Interrupt, Taken, exit_code, ignore, told
+from clocher_runtime.exit_codes import ExitCode, Interrupt, Taken, as_refusal, exit_code, ignore
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -208,7 +208,7 @@ class Console:
 
     def ended(self, raised: BaseException) -> tuple[BaseException, ExitCode]:
         """Write the error that ended a command; return the error to report, and the exit code."""
-        error = told(raised)
+        error = as_refusal(raised)
         code = exit_code(error)
         if code == ExitCode.BUG:
             import traceback  # late: its import is slow
@@ -386,8 +386,8 @@ def error_line(error: BaseException) -> dict[str, Any]:
     """Return the line of an error; of an interrupted run with what it has generated."""
     kind = type(error).__name__
     made = error.outputs if isinstance(error, Interrupt) else None
-    told = {"code": int(exit_code(error)), "type": kind, "message": str(error) or kind}
-    return head("error") | told | ({} if made is None else {"outputs": made})
+    line = {"code": int(exit_code(error)), "type": kind, "message": str(error) or kind}
+    return head("error") | line | ({} if made is None else {"outputs": made})
 
 
 def to_json(line: Line) -> str:

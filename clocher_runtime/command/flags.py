@@ -22,7 +22,7 @@ from clocher_runtime.command.parameters import PATH, Place
 from clocher_runtime.config.commands import settle, warnings
 from clocher_runtime.config.engine import HINTS, EngineConfig
 from clocher_runtime.config.values import Setting, declared
-from clocher_runtime.exit_codes import ExitCode, Taken, cause_of, listen, restore, told
+from clocher_runtime.exit_codes import ExitCode, Taken, as_refusal, cause_of, listen, restore
 
 HELP_WIDTH = 100
 Examples = Sequence[tuple[str, str]]
@@ -121,9 +121,9 @@ class Command(click.Command):
         except click.exceptions.Exit as ended:
             return ended.exit_code
         except click.UsageError as error:
-            return console.ended(self._told(error))[1]
+            return console.ended(self._usage_error(error))[1]
         except (Exception, KeyboardInterrupt) as raised:
-            cause = told(cause_of(raised))
+            cause = as_refusal(cause_of(raised))
             words = in_words(cause, console.echoes) if isinstance(cause, OSError) else None
             if words is None or not words.startswith(STDOUT):
                 return console.ended(cause if words is None else DeviceError(words))[1]
@@ -147,7 +147,7 @@ class Command(click.Command):
         """Run it as a program: exit with its code."""
         sys.exit(self.run(args))
 
-    def _told(self, error: click.UsageError) -> UsageError:
+    def _usage_error(self, error: click.UsageError) -> UsageError:
         message = " ".join(error.format_message().split())  # a missing choice has lines
         message += "" if message.endswith((".", "?", "?)")) else "."
         return UsageError(

@@ -15,7 +15,7 @@ from clocher_runtime.command.completions import Completions, Measured, run_line
 from clocher_runtime.command.console import Console, Line, quiet_keys
 from clocher_runtime.command.loading import load_engine
 from clocher_runtime.config.commands import RunConfig
-from clocher_runtime.engine.arguments import told
+from clocher_runtime.engine.arguments import sampling_note
 from clocher_runtime.engine.probes import WorkTouch, rss_peak_mib
 from clocher_runtime.engine.requests import Token
 from clocher_runtime.engine.timing import Reservoir, StepTotals, TimedWindow
@@ -94,7 +94,7 @@ def _run(source: PromptSource, batch: int, completions: Completions) -> Line:
                 f'`clocher chat {shlex.quote(loaded.name)} "QUESTION"` does'
             )
         completions.begin(engine)
-        if note := told(completions.defaults):
+        if note := sampling_note(completions.defaults):
             console.say(note)
         encode = loaded.tokenizer.encode if loaded.tokenizer else None
         prepare = Preparation(source, encode, session.check, session.context)

@@ -45,15 +45,15 @@ class Value:
     def read(self, source: str, raw: str) -> Any:
         """Parse the text of the flag or variable `source`. Raises UsageError."""
         quoted = repr(raw if len(raw) <= 60 else f"{raw[:60]}...")
-        return self._told(source, quoted, self.takes, lambda: self.accept(self.from_text(raw)))
+        return self._read(source, quoted, self.takes, lambda: self.accept(self.from_text(raw)))
 
     def check(self, name: str, value: object) -> Any:
         """Return the value of a Python keyword. Raises UsageError."""
         takes = "True or False" if self.metavar == "0|1" else self.takes
-        return self._told(name, shown(value), takes, lambda: self.accept(value))
+        return self._read(name, shown(value), takes, lambda: self.accept(value))
 
     @staticmethod
-    def _told(where: str, got: str, takes: str, make: Callable[[], Any]) -> Any:
+    def _read(where: str, got: str, takes: str, make: Callable[[], Any]) -> Any:
         try:
             return make()
         except ValueError:

@@ -140,7 +140,7 @@ def read_as(value: object, kind: type[_T], where: str) -> _T:
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
-        raise FormatError(_told(str(error), value, kind, where)) from None
+        raise FormatError(_message(str(error), value, kind, where)) from None
 
 
 def given(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -254,7 +254,7 @@ def _finite(text: str) -> float:
     return value
 
 
-def _told(message: str, value: object, kind: type, where: str) -> str:
+def _message(message: str, value: object, kind: type, where: str) -> str:
     """Return msgspec's message in Clocher's form: where, what is there, what was expected."""
     reason, _, path = message.partition(" - at `$")
     path = path.removesuffix("`")

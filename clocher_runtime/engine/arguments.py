@@ -330,7 +330,7 @@ def taken(defaults: Mapping[str, float], said: Mapping[str, Any]) -> dict[str, f
     return {name: value for name, value in defaults.items() if said.get(name) is None}
 
 
-def told(values: Mapping[str, float]) -> str:
+def sampling_note(values: Mapping[str, float]) -> str:
     """Return the message about values taken from the file, "" for none."""
     if not values:
         return ""

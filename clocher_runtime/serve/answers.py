@@ -106,8 +106,8 @@ class ChatChoice(_Choice):
         if self.names is not None:
             assert made.logprob is not None
             top = [named(self.names, *token) for token in made.top]
-            told = named(self.names, made.token, made.logprob)
-            self.logprobs.append(told | {"top_logprobs": top})
+            entry = named(self.names, made.token, made.logprob)
+            self.logprobs.append(entry | {"top_logprobs": top})
         deltas = self.reader.push(made.token)
         if made.finish:
             deltas += self.reader.finish()
@@ -167,10 +167,10 @@ class ChatChoice(_Choice):
 
     def chunk(self, part: dict[str, Any] | None) -> dict[str, Any]:
         """Return the choice of a chunk."""
-        told = None
+        logprobs = None
         if self.logprobs and part is not _ROLE:
-            told, self.logprobs = {"content": self.logprobs}, []
-        return {"delta": part or {}, "logprobs": told}
+            logprobs, self.logprobs = {"content": self.logprobs}, []
+        return {"delta": part or {}, "logprobs": logprobs}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -220,8 +220,8 @@ class TextChoice(_Choice):
         text, table = self.names.decode([token]), dict[str, float]()
         for other, its in top:  # of equal texts the most likely counts
             table.setdefault(self.names.decode([other]), finite(its))
-        told = (None, None) if logprob is None else (finite(logprob), table)
-        self.logprobs.append((text, *told, self.length))
+        values = (None, None) if logprob is None else (finite(logprob), table)
+        self.logprobs.append((text, *values, self.length))
 
     def _taken(self) -> dict[str, Any]:
         noted, self.logprobs = self.logprobs, []
@@ -334,8 +334,8 @@ class Pipeline:
                 if finish:
                     parts.append((None, {"finish_reason": finish}))
                 for part, more in parts:
-                    told = {"finish_reason": None, **more}
-                    events.append(event({"index": index, **choice.chunk(part), **told}))
+                    rest = {"finish_reason": None, **more}
+                    events.append(event({"index": index, **choice.chunk(part), **rest}))
             if events:
                 yield b"".join(events)
         yield event() + DONE if include_usage else DONE

@@ -109,8 +109,8 @@ class Server:
             found = self.stored.read(before, "previous_response_not_found")
             asked = await self.prompts.apart(partial(asked.after, found["items"]))
         chat = await self.prompts.apart(asked.chat)
-        told = partial(ResponseStream, asked, self.stored)
-        return await self._answer(request, chat, "resp_", told)
+        writer = partial(ResponseStream, asked, self.stored)
+        return await self._answer(request, chat, "resp_", writer)
 
     async def stored_response(self, request: Request) -> ASGIApp:
         return json_response(self.stored.read(request.path_params["response"])["response"])
@@ -147,11 +147,11 @@ class Server:
         request: Request,
         asked: ChatRequest | CompletionRequest,
         kind: str,
-        told: Callable[[Answer], Any] | None = None,
+        writer: Callable[[Answer], Any] | None = None,
     ) -> ASGIApp:
-        """Answer a request, as `told` makes the events of it or as OpenAI's first APIs do."""
+        """Answer a request, in the events that `writer` makes or as OpenAI's first APIs do."""
         chat = await self.begin(asked, kind)
-        answer = chat if told is None else EventAnswer(chat, told(chat.answer))
+        answer = chat if writer is None else EventAnswer(chat, writer(chat.answer))
         if asked.stream:
             return EventStream(answer.events(), answer.failed)
         return json_response(await unless_gone(request.receive, answer.whole()))
@@ -258,13 +258,13 @@ class Server:
         ready = self.engine.ready
         if ready is None:
             return found
-        told = ("read_gbps", "precision", "device", "threads", "family")
+        shown = ("read_gbps", "precision", "device", "threads", "family")
         meta = {
             "chat_template": self.chats,
             "sampling": {"temperature": CHAT_TEMPERATURE, **self.sampling},
             "context": ready.longest,
             "bytes_per_token": ready.weight_bytes,
-            **{name: ready.about.get(name) for name in told},
+            **{name: ready.about.get(name) for name in shown},
         }
         return {**found, "max_model_len": ready.longest, **ready.about, "meta": meta}
 

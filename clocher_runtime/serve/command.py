@@ -18,9 +18,9 @@ from clocher_runtime.exit_codes import ExitCode
 ABOUT = """Serve a language model over HTTP, as OpenAI does: /v1/chat/completions, /v1/completions,
 /v1/responses, /v1/models.
 
-It listens on this machine only, unless told otherwise. When the model is loaded, standard output
-gets the address, as one line of JSON where it is no terminal; messages go to standard error.
-SIGTERM and Ctrl-C let what runs come to its end first."""
+It listens on this machine only, unless --host names another address. When the model is loaded,
+standard output gets the address, as one line of JSON where it is no terminal; messages go to
+standard error. SIGTERM and Ctrl-C let running requests end first."""
 
 
 @script(

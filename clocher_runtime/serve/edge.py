@@ -169,10 +169,10 @@ class Bodies:
 
 def error_response(error: BaseException, path: str) -> Response:
     """Return a route's response for an error; log an unexpected one, but nothing of the request."""
-    told = from_exception(error)
-    if told.status >= 500 and not isinstance(error, ApiError):
+    found = from_exception(error)
+    if found.status >= 500 and not isinstance(error, ApiError):
         _log_defect(error)
-    return json_response(told.body_at(path), told.status, told.headers)
+    return json_response(found.body_at(path), found.status, found.headers)
 
 
 async def unrouted(request: Request, error: Exception) -> Response:
@@ -270,44 +270,44 @@ Event = dict[str, Any]
 
 
 class EventAnswer:
-    """The response to one request: a chat with one choice, told as another API does.
+    """The response to one request: a chat with one choice, in the events of another API.
 
-    `told` makes events and their sum. `start()`: the first ones. `push(deltas, calls, logprobs)`:
+    `writer` makes events and their sum. `start()`: the first ones. `push(deltas, calls, logprobs)`:
     those of a token, with the ids of the calls so far. `finish(why, stop)`: the last ones; `why` is
     "stop", "length" or "tool_calls", `stop` the stop string that was found. `fail(error)`: instead
     of these. `response()`: the object so far.
     """
 
-    def __init__(self, chat: Pipeline, told: Any) -> None:
-        self._chat, self._told = chat, told
+    def __init__(self, chat: Pipeline, writer: Any) -> None:
+        self._chat, self._writer = chat, writer
 
     async def whole(self) -> dict[str, Any]:
         """Return the response of a request without `stream`; raises ApiError."""
         async for _ in self._steps():
             pass
-        response: dict[str, Any] = self._told.response()
+        response: dict[str, Any] = self._writer.response()
         return response
 
     async def events(self) -> AsyncIterator[bytes]:
         """Yield the events of a streamed response; the last one has the final status."""
-        yield _sent(self._told.start())
+        yield _sent(self._writer.start())
         async for events in self._steps():
             if events:
                 yield _sent(events)
 
     def failed(self, error: ApiError) -> bytes:
         """Return the last events of a failed stream."""
-        return _sent(self._told.fail(error))
+        return _sent(self._writer.fail(error))
 
     async def _steps(self) -> AsyncIterator[list[Event]]:
         (choice,) = self._chat.choices
         async for step in self._chat.steps():
             events: list[Event] = []
             for _, deltas, _ in step:
-                events += self._told.push(deltas, choice.calls, choice.logprobs)
+                events += self._writer.push(deltas, choice.calls, choice.logprobs)
                 choice.logprobs = []
             yield events
-        yield self._told.finish(choice.finish, choice.stops.found)
+        yield self._writer.finish(choice.finish, choice.stops.found)
 
 
 def _sent(events: list[Event]) -> bytes:

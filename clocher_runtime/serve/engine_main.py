@@ -23,7 +23,7 @@ from clocher_runtime.engine.probes import read_gbps, working_set
 from clocher_runtime.engine.requests import Token
 from clocher_runtime.engine.session import Session
 from clocher_runtime.engine.topology import threads_of
-from clocher_runtime.exit_codes import exit_code, told
+from clocher_runtime.exit_codes import as_refusal, exit_code
 from clocher_runtime.models.build import PAGE_CELLS
 from clocher_runtime.serve.messages import (
     Broken,
@@ -300,7 +300,7 @@ def main(descriptor: int) -> int:
         except (BrokenPipeError, ConnectionResetError):
             return 0  # the server is gone
         except Exception as raised:
-            error = told(raised)
+            error = as_refusal(raised)
             code = int(exit_code(error))
             if not isinstance(error, ClocherError):
                 console.ended(raised)

@@ -26,7 +26,7 @@ from clocher_runtime.checkpoints.hf.hub import repository_of
 from clocher_runtime.command.loading import adapters_of, choose_model, converses, defaults_of
 from clocher_runtime.config.commands import ServeConfig, is_local
 from clocher_runtime.config.engine import NUMERICS
-from clocher_runtime.engine.arguments import told
+from clocher_runtime.engine.arguments import sampling_note
 from clocher_runtime.exit_codes import end_at_once
 from clocher_runtime.serve.answers import now_s
 from clocher_runtime.serve.app import Server
@@ -123,8 +123,8 @@ class Connection(H11Protocol):
         if self.cycle.response_started:
             self.cycle.message_event.set()
         elif self.scope["http_version"] != "1.0":
-            told = h11.InformationalResponse(status_code=100, headers=[], reason=b"Continue")
-            self.transport.write(self.conn.send(told))
+            reply = h11.InformationalResponse(status_code=100, headers=[], reason=b"Continue")
+            self.transport.write(self.conn.send(reply))
         return not self._is_reset()
 
     def _is_reset(self) -> bool:
@@ -133,8 +133,8 @@ class Connection(H11Protocol):
 
     def send_400_response(self, msg: str) -> None:
         """Refuse what is not HTTP, in the shape of other errors."""
-        told = "The request is not valid HTTP; expected HTTP/1.1, without TLS"
-        body = to_json(invalid(told).body)
+        message = "The request is not valid HTTP; expected HTTP/1.1, without TLS"
+        body = to_json(invalid(message).body)
         headers = {"content-type": "application/json", "content-length": str(len(body))}
         about = h11.Response(status_code=400, headers=[*headers.items(), ("connection", "close")])
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):  # else an answer has begun
@@ -173,7 +173,7 @@ class Life:
     ) -> None:
         self._config, self._note, self._announce = config, note, announce
         self._is_ending = False
-        self._told: set[str] = set()
+        self._noted: set[str] = set()
 
     async def run(self) -> int:
         """Serve until a signal or permanent failure; return the exit code. Raises ClocherError."""
@@ -227,10 +227,10 @@ class Life:
         return engine.exit_code
 
     def _unexpected(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        told = f"{context['message']} ({type(context.get('exception')).__name__})"
-        if told not in self._told:
-            self._told.add(told)
-            self._note(f"outside of any request: {told}")
+        message = f"{context['message']} ({type(context.get('exception')).__name__})"
+        if message not in self._noted:
+            self._noted.add(message)
+            self._note(f"outside of any request: {message}")
 
     def _signalled(self, changed: asyncio.Event) -> None:
         _end_at_next_signal(asyncio.get_running_loop())
@@ -263,7 +263,7 @@ class Life:
         url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         for line in facts(engine.ready, self._config):
             self._note(line)
-        reach = "this machine only" if is_local(host) else "whoever has the key"
+        reach = "this machine only" if is_local(host) else "clients that have the key"
         self._note(f"listening on {url} for {reach}")
         about = {"url": url, "model": name, "pid": os.getpid(), "engine_pid": engine.pid}
         self._announce({"event": "ready", **about})
@@ -289,8 +289,8 @@ async def assemble(config: ServeConfig, note: Note) -> Server:
     given = config.chat_template is not None
     chats = given or converses(choice.path, prompts.tokenizer.chat_template)
     sampling = defaults_of(config, checkpoint)
-    if said := told(sampling):
-        note(said)
+    if text := sampling_note(sampling):
+        note(text)
     for line in checkpoint.notes:
         note(line)
     for each, where in adapters.items():

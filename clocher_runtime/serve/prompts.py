@@ -36,10 +36,14 @@ class PromptRoom:
         spec = model_spec(checkpoint)
         more = harmony_stop_ids(self.tokenizer) if self.style == "harmony" else ()
         # With the names of special tokens as text, where files may have their settings too.
-        told = {"eos_token": None, **config, "chat_template": self.tokenizer.chat_template or None}
+        settings = {
+            "eos_token": None,
+            **config,
+            "chat_template": self.tokenizer.chat_template or None,
+        }
         self.info = {
             name: value["content"] if isinstance(value, dict) and "content" in value else value
-            for name, value in told.items()
+            for name, value in settings.items()
         }
         self.pooling = checkpoint.pooling or "last"
         self.vocab_size = spec.vocab_size  # the tokenizer may have fewer

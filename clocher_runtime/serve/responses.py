@@ -306,7 +306,7 @@ class ResponseStream:
         asked, answer = self.request, self.answer
         wanted = asked.text and asked.text.format
         effort = asked.reasoning and asked.reasoning.effort
-        told = asked.model_dump(include=set(_REPEATED))
+        given = asked.model_dump(include=set(_REPEATED))
         usage = {
             "input_tokens": answer.prompt_tokens,
             "input_tokens_details": {"cached_tokens": answer.cached, "cache_write_tokens": 0},
@@ -329,7 +329,7 @@ class ResponseStream:
             "truncation": "disabled",
             "reasoning": {"effort": effort, "summary": None},
             "text": {"format": wanted.model_dump(by_alias=True) if wanted else {"type": "text"}},
-            **{name: _REPEATED[name] if value is None else value for name, value in told.items()},
+            **{name: _REPEATED[name] if value is None else value for name, value in given.items()},
         }
 
     def _id(self, prefix: str) -> str:
@@ -357,8 +357,8 @@ class ResponseStream:
         """Return the content of the open item so far: one part, none of a call."""
         match self.open:
             case {"type": "message"}:
-                told = {"annotations": [], "logprobs": list(self.logprobs)}
-                return [{"type": "output_text", "text": self.text, **told}]
+                more = {"annotations": [], "logprobs": list(self.logprobs)}
+                return [{"type": "output_text", "text": self.text, **more}]
             case {"type": "reasoning"}:
                 return [{"type": "reasoning_text", "text": self.text}]
         return []

@@ -71,7 +71,7 @@ def chat(console: Console, config: ChatConfig) -> ExitCode:
 def _chat(config: ChatConfig, message: str | None, answers: Screen, console: Console) -> ExitCode:
     from clocher_runtime.command.completions import from_model
     from clocher_runtime.command.loading import choose_model, converses, load_engine
-    from clocher_runtime.engine.arguments import told as drawn_as
+    from clocher_runtime.engine.arguments import sampling_note
     from clocher_runtime.engine.topology import threads_of
     from clocher_runtime.subcommands.chat_talk import Talk, Typing
     from clocher_runtime.text.chat_turn import ChatModel
@@ -107,7 +107,7 @@ def _chat(config: ChatConfig, message: str | None, answers: Screen, console: Con
             console.say(f"{loaded.name} {why}: each text is continued, by itself")
         drawing: dict[str, Any] = {**from_model(config, engine)}
         config = replace(config, **drawing)
-        if note := drawn_as(drawing):
+        if note := sampling_note(drawing):
             console.say(note)
         about = (
             f"{loaded.name} ({loaded.model.precision}) on {loaded.config.backend}, "

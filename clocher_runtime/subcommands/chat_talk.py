@@ -160,12 +160,12 @@ class Talk:
 
     def hold(self, typing: Typing) -> ExitCode:
         """Answer typed messages until the user leaves; return the exit code."""
-        told = False
+        warned = False
         with CtrlC(typing.has_begun).heard() as self._ctrl_c:
             while True:
                 try:
                     text, is_block = typing.read()
-                    told = self._ctrl_c.stopped = False
+                    warned = self._ctrl_c.stopped = False
                     if not self._take(text, is_block):
                         return ExitCode.OK
                 except EOFError:  # Ctrl-D
@@ -179,9 +179,9 @@ class Talk:
                     if not isinstance(key, Interrupted):  # SIGTERM
                         raise
                     when = str(key)
-                    if when == "stopping" or (told and when == "empty"):
+                    if when == "stopping" or (warned and when == "empty"):
                         return ExitCode.INTERRUPTED
-                    if told := when == "empty":
+                    if warned := when == "empty":
                         self._notes.line("Ctrl-C again, Ctrl-D or /exit leaves", dim=True)
 
     def say(self, text: str) -> None:

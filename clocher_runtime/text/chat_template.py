@@ -178,13 +178,13 @@ def _as_text(messages: Sequence[Message], style: CallStyle) -> list[Message]:
     return found
 
 
-def _with_tools(messages: Sequence[Message], role: str, told: str) -> list[Message]:
+def _with_tools(messages: Sequence[Message], role: str, prompt: str) -> list[Message]:
     """Return messages that tell of tools, in the system message or the first one of the user."""
     roles = [message["role"] for message in messages]
     if role not in roles or (role == "system" and roles[0] != role):
-        return [{"role": role, "content": told}, *messages]
+        return [{"role": role, "content": prompt}, *messages]
     at = roles.index(role)
-    both = [str(messages[at].get("content") or ""), told]
+    both = [str(messages[at].get("content") or ""), prompt]
     content = "\n\n".join(both if role == "system" else both[::-1])
     return [*messages[:at], {**messages[at], "content": content}, *messages[at + 1 :]]
 
@@ -239,16 +239,16 @@ class ChatTemplate:
         except (AttributeError, TypeError, ValueError):
             raise UsageError("tools are not JSON values; expected a list of objects") from None
         call = STYLES[style].written([("<name>", "<arguments as a JSON object>")])
-        told = _TOOLS.format(tools="\n".join(listed), call=call)
+        prompt = _TOOLS.format(tools="\n".join(listed), call=call)
         for role in ("system", "user"):
-            said = {**variables, "messages": _with_tools(messages, role, told), "tools": None}
+            shown = _with_tools(messages, role, prompt)
             try:
-                text = self.render(**said)
+                text = self.render(**{**variables, "messages": shown, "tools": None})
             except UsageError:
                 if role == "user":
                     raise
                 continue
-            if told in text:
+            if prompt in text:
                 break
         return text
 

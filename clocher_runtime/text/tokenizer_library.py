@@ -95,8 +95,8 @@ def _parse(data: bytes, where: str) -> dict[str, Any]:
             f"{where}: {len(data)} bytes; the limit for this file is {MAX_FILE_BYTES}"
         )
     # Of a repeated key, which is refused, the library might use the other one.
-    told = f"{where}: not a tokenizer that can be loaded"
-    return parse_object(data, told, rest=_JSON_GROWTH * len(data))
+    what = f"{where}: not a tokenizer that can be loaded"
+    return parse_object(data, what, rest=_JSON_GROWTH * len(data))
 
 
 def _list(value: object) -> list[Any]:

@@ -60,7 +60,7 @@ def _call(text: str, value: Any, *, bare: bool = False) -> list[Call]:
     return [(name, arguments)] if arguments else []
 
 
-def _told(calls: Sequence[Call], first: int) -> list[Delta]:
+def _deltas(calls: Sequence[Call], first: int) -> list[Delta]:
     """Return the deltas of calls, the first of which has the index `first`."""
     return [
         delta
@@ -182,7 +182,7 @@ class MarkedCalls(TextReader):
                     text = rest + after if closing else rest + closed + after
                 else:
                     found.append(Delta("content", self._mark))
-                found += _told(calls, self._calls)
+                found += _deltas(calls, self._calls)
                 self._calls += len(calls)
                 self._is_gap, self._mark = bool(calls), ""
                 continue
@@ -256,7 +256,7 @@ class LlamaCalls(TextReader):
                     self._held = text
                     break
                 call = _call(body[:end], value, bare=True)
-                found += _told(call, self._calls)
+                found += _deltas(call, self._calls)
                 self._calls += len(call)
                 text, self._is_text = (body[end:], False) if call else (text, True)
             elif not body or (begin[1] is None and self._TAG.startswith(body)):

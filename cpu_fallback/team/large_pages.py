@@ -143,7 +143,7 @@ def fetch_ahead(nbytes: int) -> None:
         return
     try:
         _ahead = _Ahead(nbytes)
-    except OSError:  # no address space; whoever needs it will say so
+    except OSError:  # no address space; its user will report that
         return
     threading.Thread(target=_ahead.fetch, name="clocher-memory", daemon=True).start()
 

@@ -6,7 +6,7 @@ A tape is an int64 array, one record per launch:
      of shares taken, number of fields n, n fields]
 
 and then one 0. `lead` is what the calling thread does for a step, `serve` what a worker does until
-it is told to stop. Every thread walks a tape of the same launches, and each kernel divides its work
+the team stops. Every thread walks a tape of the same launches, and each kernel divides its work
 by rank. Nothing of a model is compiled in: another Plan is another array.
 
 A launch with one share per thread is divided evenly. A launch with S > 1 is divided into S shares
@@ -299,7 +299,7 @@ def lead(ctl, tokens, rows, size):
 
 
 def _serve(ctl, rank, seen):
-    """Execute each step that this worker takes part in, until told to stop.
+    """Execute each step that this worker takes part in, until the team stops.
 
     A step that it takes part in cannot end without it, so it never misses one. `seen` is the last
     step that it has seen before; the one that it has seen by now is returned.

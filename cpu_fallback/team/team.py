@@ -185,7 +185,7 @@ class Team:
     def forget_workers(self) -> None:
         """Make the child of a fork forget its parent's workers, and the step that was going on.
 
-        They are not told to end: they are not there.
+        They do not exist there, so there is nothing to end.
         """
         self._workers.clear()
         self._inside = 0

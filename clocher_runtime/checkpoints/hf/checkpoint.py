@@ -104,10 +104,10 @@ def _tokenizer_config(folder: shards.HfFolder) -> dict[str, Any]:
 
 def _pooling(config: Mapping[str, Any]) -> str:
     """Return the pooling of sentence-transformers' config."""
-    told = config.get("pooling_mode", [])
-    told = [told] if isinstance(told, str) else [str(mode) for mode in told]
-    told += [name.removeprefix(_MODE) for name in config if config[name] is True and _MODE in name]
-    return "+".join(_POOLINGS.get(name, name) for name in told)
+    modes = config.get("pooling_mode", [])
+    modes = [modes] if isinstance(modes, str) else [str(mode) for mode in modes]
+    modes += [name.removeprefix(_MODE) for name in config if config[name] is True and _MODE in name]
+    return "+".join(_POOLINGS.get(name, name) for name in modes)
 
 
 def logical_tensors(
