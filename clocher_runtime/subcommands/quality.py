@@ -196,13 +196,6 @@ def _table_rows(task: str, found: dict[str, Any]) -> Iterator[str]:
     option("--documents", COUNT, "score at most DOCUMENTS documents"),
     *engine_options(*NUMERICS, of=WEIGHTS_ALONE, envvar=None),
     option(
-        "--manifest",
-        FILE,
-        "manifest that a model was converted with",
-        multiple=True,
-        name="manifests",
-    ),
-    option(
         "--act-prec",
         click.Choice(["fp32", "default"]),
         "activations of the models; default: what the runtime uses",
@@ -239,10 +232,7 @@ def _table_rows(task: str, found: dict[str, Any]) -> Iterator[str]:
     },
 )
 def gate(console: Console, **options: Any) -> int:
-    """Judge quantised models against the float model they were made from, on held-out text.
-
-    A MODEL is a directory, or a quantisation manifest, which is applied to the reference.
-    """
+    """Judge quantised models against the float model they were made from, on held-out text."""
     from clocher_runtime.command.ptq import judge
 
     return judge(console, options)
