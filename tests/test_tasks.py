@@ -172,6 +172,8 @@ def test_what_is_wrong_is_said(tmp_path: Path) -> None:
     lines(tmp_path / "mmlu_dev.jsonl", MMLU[0])
     with pytest.raises(UsageError, match="give --shots"):
         read("mmlu", tmp_path, shots=2)
+    with pytest.raises(FormatError, match="no lines"):
+        read("mmlu", lines(tmp_path / "empty.jsonl"))
     (tmp_path / "x.jsonl.gz").write_bytes(b"no gzip")
     with pytest.raises(FormatError, match="gzip"):
         read("mmlu", tmp_path / "x.jsonl.gz")

@@ -228,6 +228,8 @@ def _lines(path: Path, task: Task) -> list[tuple[str, Any]]:
                 f"are {sorted(line)!r:.80}"
             ) from None
         found.append((str(line.get("subject", "")), item))
+    if not found:
+        raise FormatError(f"{path}: it has no lines; give the data set as JSON lines")
     return found
 
 
