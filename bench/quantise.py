@@ -108,7 +108,7 @@ def make(asked: Any, name: str, method: str, folder: Path) -> Path:
     own |= {"clip": "mse", "method": "rtn"} if method == "mse" else {"method": method}
     rules.write_text(json.dumps({"version": 1, "rules": [ends | {"method": "rtn"}, own]}))
     command = [sys.executable, "-m", "clocher_runtime", "quantize", asked.source, out]
-    command += ["--rules", rules, "--threads", asked.threads, "--no-hash"]
+    command += ["--rules", rules, "--threads", asked.threads]
     if method in ("imx", "gptq"):
         command += ["--calib-text", asked.calib, "--samples", asked.samples]
         command += ["--seq-len", _LENGTH]

@@ -82,7 +82,6 @@ def planned(
         options=record,
         seed=options["seed"],
         threads=options["threads"] or default_threads(),
-        whole_hash=not options["no_hash"],
         calibration=_calibration(checkpoint, options) if options["calib_text"] else None,
         target_bpw=options["target_bpw"] or _fraction(options["bits"]),
         gate=_gate(checkpoint, options) if options["gate"] else None,

@@ -69,7 +69,6 @@ class Job:
     options: Mapping[str, Any] = field(default_factory=dict)  # of the script, to be recorded
     seed: int = 0
     threads: int = 1
-    whole_hash: bool = True  # hash the whole weight files, not their headers alone
     calibration: CalibrationText | None = None
     target_bpw: float | None = None  # bits per weight of the quantised tensors together
     gate: GateText | None = None
@@ -124,9 +123,7 @@ def run_job(
     for path in (job.out, rejected_path(job.out)):
         path.unlink(missing_ok=True)
     nbytes = sum(f.nbytes for f in checkpoint.files)
-    source = describe_source(
-        checkpoint, job.whole_hash, lambda done, _: tell("hashing", done, nbytes)
-    )
+    source = describe_source(checkpoint, lambda done, _: tell("hashing", done, nbytes))
     sections: dict[str, Any] = {"tool": tool(), "source": source}
     if job.rules.requantize:
         sections["requantize"] = True
