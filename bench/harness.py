@@ -54,12 +54,6 @@ OPTIONS = (
         default=machine.OTHERS_LIMIT,
     ),
     option(
-        "--patience",
-        click.FloatRange(0, 1e6),
-        "seconds, in all, to wait for a quiet machine",
-        default=20.0,
-    ),
-    option(
         "--tokens-max",
         click.IntRange(0, 1 << 24),
         "token ids of a prompt that the result file keeps",

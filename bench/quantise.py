@@ -111,7 +111,7 @@ def make(asked: Any, name: str, method: str, folder: Path) -> Path:
         return _theirs(asked, name, method, folder)
     rules, out = folder / "rules.json", folder / "out"
     command = [sys.executable, "-m", "clocher_runtime", "quantize", asked.source, out]
-    command += ["--threads", asked.threads, "--no-hash"]
+    command += ["--threads", asked.threads]
     if method == WHOLE:
         command += name.split()
     else:

@@ -352,7 +352,7 @@ def main(asked: Any) -> Iterator[Row]:
         raise click.UsageError("--llama: give the directory, or --engine without llama.cpp")
     parts, programs, keep = Parts(asked.keep, asked.seconds), asked.llama or Path(), asked.keep
     threads, more = asked.threads, (asked.data, 0, asked.limit, asked.run_code)
-    tasks = {name: read_task(Path(name), *more) for name in asked.tasks}
+    tasks = {name: read_task(name, *more) for name in asked.tasks}
     for gguf in asked.files:
         name, logits = gguf.stem, cache(partial(logits_of, gguf, threads))
         if asked.speed and asked.llama:

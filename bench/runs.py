@@ -26,7 +26,6 @@ REST_S = 1.0
 ENGINE = (sys.executable, "-m", "clocher_runtime.cli")
 
 _ERROR_CHARS = 2000
-_GLANCE_S = 0.5
 
 
 class Child(NamedTuple):
@@ -59,7 +58,7 @@ class Harness:
     """Runs `runs` valid processes of each cell into the result file `path`.
 
     `others_limit` is in % of CPU time. `tokens_max`: prompt token ids kept in a cell's first row.
-    `patience`: seconds, in all, to wait for a quiet machine. `say` prints progress.
+    `say` prints progress.
     """
 
     path: Path
@@ -68,7 +67,6 @@ class Harness:
     retries: int = 3
     others_limit: float = machine.OTHERS_LIMIT
     tokens_max: int = 64
-    patience: float = 0.0
     command: str = ""
     say: Callable[[str], None] = lambda said: None
     launch: Callable[[Cell], Child] = launch
@@ -97,7 +95,6 @@ class Harness:
 
     def _until_it_counts(self, cell: Cell, number: int, rows: list[Row]) -> None:
         for attempt in range(1, self.retries + 2):
-            self._wait_for_quiet()
             self.say(f"run {number} of {self.runs}: {cell.label}")
             started = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
             child = self.launch(cell)
@@ -116,18 +113,6 @@ class Harness:
             self.say(f"void, {'repeated' if again else 'given up'}: {'; '.join(why)}")
             if again:
                 time.sleep(self.rest_s * attempt)
-
-    def _wait_for_quiet(self) -> None:
-        said = False
-        while self.patience > 0:
-            before = machine.read()
-            time.sleep(_GLANCE_S)
-            if not machine.since(before).disturbances(self.others_limit):
-                return
-            if not said:
-                self.say(f"waiting for a quiet machine ({self.patience:.0f} s at most)")
-                said = True
-            self.patience -= _GLANCE_S
 
     def _facts(self, cell: Cell, child: Child, first: bool) -> Row:
         """Return a row without its run number and status."""

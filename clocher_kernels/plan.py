@@ -23,6 +23,7 @@ from typing import Literal, Protocol
 import numpy as np
 
 from clocher_kernels.dtypes import STORAGE
+from clocher_kernels.errors import UnsupportedOp
 
 Rows = Literal["", "M", "R"]
 Role = Literal["input", "state", "scratch", "output"]
@@ -103,7 +104,8 @@ class Executor(Protocol):
         """Execute the Plan for the first `tokens` tokens and `rows` output rows."""
 
     def walk(self, tokens: int, rows: int) -> Generator[Call, None, None]:
-        """Execute a step call by call, yielding each executed call, to locate a fault."""
+        """Execute a step call by call, yielding each executed call; for host buffers only."""
+        raise UnsupportedOp(f"{self.isa}: a step is executed as a whole; walk it on the CPU")
 
     def upload(self, masks: int | None = None, edits: int | None = None) -> None:
         """Send changed inputs, with the first masks and edits of logits, or all, to the device."""

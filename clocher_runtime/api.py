@@ -9,9 +9,8 @@ for piece in model.stream_generate("import "):
 print(model.chat([{"role": "user", "content": "What is a bell tower?"}]).text)
 """
 
-import asyncio
 import os
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -164,34 +163,6 @@ class LanguageModel:
         form = {"style": self.tokenizer.style, "opened": opens_thoughts(text)}
         return self._begin(ids, chosen, form)
 
-    async def agenerate(self, prompt: Prompt, max_new: int = MAX_NEW, **options: Any) -> str:
-        """Run `generate` without blocking the event loop; cancelling ends it."""
-        return (await self.acomplete(prompt, **_with(max_new, options))).text
-
-    async def acomplete(self, prompt: Prompt, **options: Any) -> Completion:
-        """Run `complete` without blocking the event loop; cancelling ends it."""
-        return await _whole(self._begin(prompt, options))
-
-    async def achat(
-        self, messages: Messages, tools: Sequence[Mapping[str, Any]] | None = None, **options: Any
-    ) -> Completion:
-        """Run `chat` without blocking the event loop; cancelling ends it."""
-        return await _whole(self.stream_chat(messages, tools, **options))
-
-    async def astream_generate(
-        self, prompt: Prompt, max_new: int = MAX_NEW, **options: Any
-    ) -> AsyncIterator[str]:
-        """Run `stream_generate` without blocking the event loop."""
-        async for piece in _pieces(self._begin(prompt, _with(max_new, options))):
-            yield piece
-
-    async def astream_chat(
-        self, messages: Messages, tools: Sequence[Mapping[str, Any]] | None = None, **options: Any
-    ) -> AsyncIterator[str]:
-        """Do `stream_chat` without blocking the event loop."""
-        async for piece in _pieces(self.stream_chat(messages, tools, **options)):
-            yield piece
-
     def close(self) -> None:
         """Stop the threads and release the buffers, after the current step. Generations end."""
         self.session.close()
@@ -229,20 +200,6 @@ class LanguageModel:
 def _with(max_new: int, options: dict[str, Any]) -> dict[str, Any]:
     is_named = "max_tokens" in options or "max_new_tokens" in options
     return options if is_named and max_new == MAX_NEW else {**options, "max_new": max_new}
-
-
-async def _whole(text: TextGeneration) -> Completion:
-    async for _ in _pieces(text):
-        pass
-    return text.result()
-
-
-async def _pieces(text: TextGeneration) -> AsyncIterator[str]:
-    try:
-        while (piece := await asyncio.to_thread(next, text, None)) is not None:
-            yield piece
-    finally:
-        text.close()
 
 
 def load(

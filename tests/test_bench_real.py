@@ -13,7 +13,8 @@ from bench.experiment import NotMeasured
 from bench.llama_programs import answered, completed, divergence
 from bench.quantise import WEIGHED, over_theirs
 from clocher_runtime.quality.compare import score_window
-from clocher_runtime.quality.tasks import Asked, read_task
+from clocher_runtime.quality.likelihood import Question
+from clocher_runtime.quality.tasks import Asked, Prompted
 
 TEXT = Path(__file__).parent / "data/valid.txt"
 V = 300
@@ -113,12 +114,10 @@ def test_completions_come_from_llama_server(tmp_path: Path) -> None:
 
 def test_our_own_answers_are_counted(tmp_path: Path) -> None:
     model = Path(__file__).parent / "data/clocher-tiny-llama"
-    lines = [{"context": "The", "choices": [" end", " end", " zq"], "answer": i} for i in (0, 1, 2)]
-    task = tmp_path / "task.jsonl"
-    task.write_text("\n".join(map(json.dumps, lines)))
+    asks = Prompted([Question("The", (" end", " end", " zq"), i) for i in (0, 1, 2)], {})
     asked = SimpleNamespace(threads=1, llama=None, keep=tmp_path / "parts")
     for engine in (real.EXACT, real.DEFAULT):
-        found = real._accuracy(read_task(task, None, None, None, False), model, engine, asked)
+        found = real._accuracy(asks, model, engine, asked)
         assert found["items"] == 3 and found["right"] in (1, 2)  # the first of equal choices
 
 

@@ -55,7 +55,7 @@ def test_a_script_measures_what_its_case_does(name: str, tmp_path: Path) -> None
 def test_a_script_sweeps_the_harness(
     name: str, setting: str, values: set[str | None], tmp_path: Path
 ) -> None:
-    flags = ["--runs", "1", "--retries", "0", "--patience", "0", "--others-limit", "100"]
+    flags = ["--runs", "1", "--retries", "0", "--others-limit", "100"]
     words = ["--out", tmp_path / "r.jsonl", "--model-dir", BITNET, "--", "--max-new", "4"]
     done = run_script(name, *flags, *words, cwd=tmp_path)
     rows = [json.loads(line) for line in (tmp_path / "r.jsonl").read_text().splitlines()]

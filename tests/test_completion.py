@@ -1,6 +1,5 @@
 """What callers of the Python API read: text, stop strings, reasons, log probabilities, chats."""
 
-import asyncio
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -129,35 +128,6 @@ def test_a_text_that_begins_like_a_template_begins_once() -> None:
     assert plain[0] == content["added_tokens"][0]["id"]
     assert tokenizer.encode_prompt(f"{begins}import os") == plain
     assert tokenizer.encode(f"{begins}import os") == [plain[0], *plain]  # as transformers do
-
-
-def test_async_calls_run_side_by_side(model: LanguageModel) -> None:
-    async def pieces() -> str:
-        return "".join([p async for p in model.astream_generate(PROMPT, 10)])
-
-    async def all_of_them() -> list[Any]:
-        return await asyncio.gather(
-            model.agenerate(PROMPT, 10),
-            model.acomplete(PROMPT, max_new=10),
-            model.achat(CHAT, max_new=4),
-            pieces(),
-        )
-
-    text, completion, answer, streamed = asyncio.run(all_of_them())
-    assert text == completion.text == streamed == model.generate(PROMPT, 10)
-    assert answer.ids == model.chat(CHAT, max_new=4).ids
-
-
-def test_a_cancelled_call_leaves(model: LanguageModel) -> None:
-    async def cancelled() -> None:
-        task = asyncio.create_task(model.agenerate([5], 400))
-        await asyncio.sleep(0.05)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-
-    asyncio.run(cancelled())
-    assert pages_used(model.session) == 0
 
 
 def test_the_second_turn_computes_what_is_new(model: LanguageModel) -> None:

@@ -24,7 +24,7 @@ LINES = {
         "--backend",
         "cuda",
     ],
-    "bench quality": ["--task", "task.jsonl", "--backend", "cuda"],
+    "bench quality": ["--task", "lambada", "--data", "task.jsonl", "--backend", "cuda"],
 }
 
 

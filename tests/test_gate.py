@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 from ggml_encode import encode as encode_ggml
-from weight_files import DATA, LLAMA, convert, rng
+from weight_files import DATA, LLAMA, rng
 
 from clocher_kernels.errors import ModelError, UsageError
 from clocher_kernels.formats import Ggml, parse_format
@@ -45,8 +45,7 @@ from clocher_runtime.quality.evaluate import (
 from clocher_runtime.quality.statistics import Estimate, block_means, of_documents, student
 from clocher_runtime.quality.tensor_error import expected_rms, measure, same
 from clocher_runtime.quantize.job import (
-    open_candidate,
-    records_by_model,
+    records_beside,
     records_of,
     records_of_gptq,
 )
@@ -531,16 +530,10 @@ def test_what_a_manifest_says_of_a_tensor_is_checked() -> None:
     assert checks["rms_rel"].verdict == checks["cosine"].verdict == "pass"
 
 
-def test_candidates_bring_what_their_manifest_says(tmp_path: Path) -> None:
+def test_records_are_what_a_manifest_says(tmp_path: Path) -> None:
     path = tmp_path / "map.json"
     rule = {"pattern": ".*_proj.weight", "dtype": "int4w", "group": 32}
     path.write_text(json.dumps({"version": 1, "rules": [rule]}))
-    reference = open_checkpoint(LLAMA)
-    model = open_candidate(path, reference)
-    assert "int4_sym_g32_f16" in model.precision
-    convert(LLAMA, tmp_path / "out", path)
-    stored = open_candidate(tmp_path / "out", reference)
-    assert all(same(model.weights[name], stored.weights[name]) for name in model.weights)
     assert records_of(load_q4_map(path)) == {}
     errors = {"out_nmse": 0.1, "out_nmse_rtn": 0.2}
     path.write_text(json.dumps(manifest_of(w=errors, x={})))
@@ -560,22 +553,17 @@ def manifest_of(**errors: dict[str, float]) -> dict[str, Any]:
     }
 
 
-def test_manifests_find_the_models_that_were_made_with_them(tmp_path: Path) -> None:
-    directory, manifest, other = tmp_path / "model", tmp_path / "a.json", tmp_path / "b.json"
-    directory.mkdir()
+def test_the_manifest_beside_a_model_is_its_own_by_hash(tmp_path: Path) -> None:
+    manifest = tmp_path / "q4_manifest.json"
     manifest.write_text(json.dumps(manifest_of(w={"out_nmse": 0.5})))
-    other.write_text(json.dumps(manifest_of()))
     digest = sha256(manifest.read_bytes()).hexdigest()
-    (directory / "model.ie.json").write_text(json.dumps({"source": {"q4_map": {"sha256": digest}}}))
-    expected = {"w": Record("rtn", 0.5)}
-    assert records_by_model([directory, LLAMA], [manifest]) == {directory: expected}
-    assert records_by_model([manifest, directory], []) == {manifest: expected}
-    with pytest.raises(UsageError, match="no --model"):
-        records_by_model([directory], [manifest, other])
-    (directory / "q4_manifest.json").write_bytes(other.read_bytes())  # of another conversion
-    assert records_by_model([directory], []) == {}
-    (directory / "q4_manifest.json").write_bytes(manifest.read_bytes())
-    assert records_by_model([directory], []) == {directory: expected}
+    assert records_beside(tmp_path) == records_beside(LLAMA) == {}
+    (tmp_path / "model.ie.json").write_text(json.dumps({"source": {"q4_map": {"sha256": digest}}}))
+    assert records_beside(tmp_path) == {"w": Record("rtn", 0.5)}
+    manifest.write_text(json.dumps(manifest_of()))  # of another conversion
+    assert records_beside(tmp_path) == {}
+    manifest.unlink()
+    assert records_beside(tmp_path) == {}
 
 
 def test_a_gptq_checkpoint_names_its_method_itself() -> None:

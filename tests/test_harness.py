@@ -417,8 +417,7 @@ def bare(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_real_processes(tmp_path: Path, bare: None, capsys: pytest.CaptureFixture[str]) -> None:
     config = tmp_path / "bench.toml"
     config.write_text(
-        "runs = 1\nretries = 0\npatience = 0\nothers_limit = 100\n"
-        "[engine]\nmax_new = 4\nbatch = 2\n"
+        "runs = 1\nretries = 0\nothers_limit = 100\n[engine]\nmax_new = 4\nbatch = 2\n"
     )
     out = tmp_path / "r.jsonl"
     arguments = ["--config", str(config), "--prompts", str(ROOT / "bench/prompts_10.txt")]

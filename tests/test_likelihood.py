@@ -9,14 +9,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from clocher_kernels.errors import FormatError, UsageError
+from clocher_kernels.errors import UsageError
 from clocher_runtime.api import LanguageModel, load
 from clocher_runtime.quality.likelihood import (
     Likelihood,
     Pair,
+    Question,
     Scorer,
+    Target,
     metrics,
-    read_task,
     score_items,
 )
 from clocher_runtime.subcommands.quality import quality
@@ -124,78 +125,40 @@ def test_windows_score_each_token_once_and_see_a_whole_context(
         assert whole == ids[at + len(window.continuation) - len(whole) :][: len(whole)]
 
 
-QUESTIONS = [
-    {"context": "for index in", "choices": [" range(", " a very long and odd one"], "answer": 0},
-    {"context": "import ", "choices": ["zebra", "os", "sys"], "answer": 0},
-]
-
-
-def test_a_task_has_the_metrics_of_its_items(
-    scorer: Scorer, theirs: torch.nn.Module, tmp_path: Path
+def test_choices_and_continuations_have_the_metrics_of_the_harness(
+    scorer: Scorer, theirs: torch.nn.Module
 ) -> None:
-    texts = [TEXT[:900], "import os\n"]
-    lines = [json.dumps(each) for each in [*QUESTIONS, *({"text": text} for text in texts)]]
-    (tmp_path / "task.jsonl").write_text("\n\n".join(lines) + "\n", encoding="utf-8")
-    items = read_task(tmp_path / "task.jsonl")
-    found = metrics(scorer, items, score_items(scorer, items))
+    items = [
+        Question("for index in", (" range(", " a very long and odd one"), 0),
+        Question("import ", ("zebra", "os", "sys"), 0),
+        Target("for index in", " range"),
+    ]
+    found = metrics(items, score_items(scorer, items))
     right, normed = 0, 0
-    for each in QUESTIONS:
-        sums = [plain(theirs, scorer.pair(each["context"], c)).logprob for c in each["choices"]]
-        means = [total / len(c) for total, c in zip(sums, each["choices"], strict=True)]
-        right += int(np.argmax(sums)) == each["answer"]
-        normed += int(np.argmax(means)) == each["answer"]
+    for each in items[:2]:
+        sums = [plain(theirs, scorer.pair(each.context, c)).logprob for c in each.choices]
+        means = [total / len(c) for total, c in zip(sums, each.choices, strict=True)]
+        right += int(np.argmax(sums)) == each.answer
+        normed += int(np.argmax(means)) == each.answer
     questions = found["questions"]
     assert questions["acc"] == right / 2 == 0.5 and questions["acc_stderr"] == pytest.approx(0.5)
     assert questions["acc_norm"] == normed / 2 and questions["chance"] == pytest.approx(5 / 12)
-    windows = [window for text in texts for window in scorer.windows(text)]
-    loss = -sum(plain(theirs, window).logprob for window in windows)
-    tokens = sum(len(window.continuation) for window in windows)
-    nbytes = sum(len(text.encode()) for text in texts)
-    assert found["texts"]["tokens"] == tokens
-    assert found["texts"]["perplexity"] == pytest.approx(np.exp(loss / tokens), rel=1e-5)
-    assert found["texts"]["bits_per_byte"] == pytest.approx(loss / nbytes / np.log(2), rel=1e-5)
-    assert found["texts"]["word_perplexity"] == pytest.approx(
-        np.exp(loss / sum(len(text.split()) + text.endswith("\n") for text in texts)), rel=1e-4
-    )
-
-
-WRONG = {
-    "[1]": "expected a JSON object",
-    '{"context": "a"}': "expected {",
-    '{"text": ""}': "text is ''; expected text of length >= 1",
-    '{"text": 3}': "text",
-    '{"context": "a", "choices": ["b"], "answer": 0}': "length >= 2",
-    '{"context": "a", "choices": ["b", ""], "answer": 0}': "choices[1] is ''; expected",
-    '{"context": "a", "choices": ["b", "c"], "answer": 2}': "0 to 1",
-    '{"context": "a", "choices": ["b", "c"], "answer": true}': "an integer",
-    '{"context": "a", "choices": ["b", "c"], "answer": 0, "weight": 1}': "weight",
-    '{"text": "a"': "not valid JSON",
-}
-
-
-@pytest.mark.parametrize(("line", "message"), WRONG.items(), ids=list(WRONG))
-def test_a_line_that_is_none_is_named(tmp_path: Path, line: str, message: str) -> None:
-    path = tmp_path / "task.jsonl"
-    path.write_text('{"text": "import os"}\n' + line, encoding="utf-8")
-    with pytest.raises(FormatError, match=r"task\.jsonl, line 2: ") as caught:
-        read_task(path)
-    assert message in str(caught.value)
-    path.write_text(" \n")
-    with pytest.raises(FormatError, match="no lines"):
-        read_task(path)
+    loss = -plain(theirs, scorer.pair("for index in", " range")).logprob
+    assert found["targets"]["perplexity"] == pytest.approx(np.exp(loss), rel=1e-5)
 
 
 def test_the_command_prints_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     task = tmp_path / "task.jsonl"
-    task.write_text("".join(json.dumps(each) + "\n" for each in QUESTIONS), encoding="utf-8")
-    words = [str(LLAMA), "--context", "64", "--task", str(task)]
+    question = {"question": "Why?", "choices": ["a b", "c"], "labels": ["A", "B"], "answer": "B"}
+    task.write_text(f"{json.dumps(question)}\n" * 2, encoding="utf-8")
+    words = [str(LLAMA), "--context", "64", "--task", "arc_challenge", "--data", str(task)]
     assert quality.run([*words, "--limit", "1", "--threads", "1"]) == 0
     line = json.loads(capsys.readouterr().out)
     assert line["questions"]["count"] == 1 and line["questions"]["acc_stderr"] is None
     assert (line["context"], line["model"], line["kv_dtype"]) == (64, str(LLAMA), "f32")
-    task.write_text(json.dumps({**QUESTIONS[0], "choices": ["a", "b " * 200]}))
+    task.write_text(json.dumps({**question, "choices": ["a", "b " * 200]}))
     assert quality.run(words) == 2
     got = capsys.readouterr()
     assert got.out == "" and "clocher bench quality: error: a continuation has" in got.err
-    assert quality.run([str(LLAMA), "--task", str(tmp_path / "none.jsonl")]) == 3
-    assert "no such file" in capsys.readouterr().err
+    assert quality.run([str(LLAMA), "--task", str(task)]) == 2
+    assert "expected one of mmlu, hellaswag, arc_challenge" in capsys.readouterr().err

@@ -286,7 +286,7 @@ def test_make_bench_from_the_directory_of_a_model(tmp_path: Path) -> None:
         cwd=ROOT / "tests/data/clocher-tiny-llama",
         MODEL_DIR=".", PROMPTS="../../../benchmarks/prompts_10..txt", RUNS="1", MAX_NEW="2",
         PRECISION="int4", IE_VERIFY_TOUCH="1", IE_BYTES_PER_TOKEN="64000", IE_STRIDE_BYTES="256",
-        REPORT="0", REPORT_ROOT=str(tmp_path), ARGS="--retries 0 --patience 0",
+        REPORT="0", REPORT_ROOT=str(tmp_path), ARGS="--retries 0",
     )  # fmt: skip
     (row,) = read_rows(tmp_path / "bench.jsonl")
     assert row["settings"]["model_dir"] == str(ROOT / "tests/data/clocher-tiny-llama")

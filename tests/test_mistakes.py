@@ -109,7 +109,7 @@ MISTAKES = [
     ("bench models/tiny -p many", USAGE, "-p"),
     ("bench models/tiny -b 4000", USAGE, "-b 4000; expected at most 1023"),
     ("bench nowhere", MODEL, "give the directory of a model"),
-    ("bench quality models/tiny --task a.jsonl", MODEL, "a.jsonl: no such file"),
+    ("bench quality models/tiny --task a.jsonl", USAGE, "a.jsonl: expected one of mmlu"),
 ]
 
 

@@ -1,4 +1,4 @@
-"""A run whose logits are not finite ends with an error that names the op, the weight, the token."""
+"""A run whose logits are not finite ends with an error, and leaves nothing behind."""
 
 import json
 from collections.abc import Callable
@@ -50,35 +50,33 @@ def run(model: Model, prompts: list[list[int]], sampling: Sampling | None = None
         session.close()
 
 
+SAID = "got logits that are NaN or infinite within .*, expected finite ones; get or convert"
+
+
 @pytest.mark.parametrize("odd", ODD)
 @pytest.mark.parametrize(
-    ("model", "weight", "said"),
+    ("model", "weight"),
     [
-        ("llama", EMBED, "embed of model.embed_tokens.weight"),
-        ("llama", f"{LAYER}input_layernorm.weight", "rms_norm of model.layers.1.input_layernorm"),
-        ("llama", f"{LAYER}self_attn.q_proj.weight", "linear of model.layers.1.self_attn.q_proj"),
-        ("llama", f"{LAYER}mlp.gate_proj.weight", "linear of model.layers.1.mlp.gate_proj"),
-        ("llama", LAST_NORM, "rms_norm of model.norm.weight"),
-        ("gptoss", f"{LAYER}mlp.experts.gate_up_proj_bias", f"gate_up of {LAYER}mlp.experts"),
-        ("gptoss", f"{LAYER}self_attn.k_proj.weight", "linear of model.layers.1.self_attn.k_proj"),
-        ("bitnet", f"{LAYER}mlp.ffn_sub_norm.weight", "rms_norm of model.layers.1.mlp.ffn_sub"),
+        ("llama", EMBED),
+        ("llama", f"{LAYER}input_layernorm.weight"),
+        ("llama", f"{LAYER}self_attn.q_proj.weight"),
+        ("llama", f"{LAYER}mlp.gate_proj.weight"),
+        ("llama", LAST_NORM),
+        ("gptoss", f"{LAYER}mlp.experts.gate_up_proj_bias"),
+        ("gptoss", f"{LAYER}self_attn.k_proj.weight"),
+        ("bitnet", f"{LAYER}mlp.ffn_sub_norm.weight"),
     ],
 )
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
-def test_a_weight_that_is_not_finite_is_named(
-    model: str, weight: str, said: str, odd: str, backend: str
+def test_a_weight_that_is_not_finite_ends_the_run(
+    model: str, weight: str, odd: str, backend: str
 ) -> None:
     at = BAD * model_of(model).spec.hidden_size if weight == EMBED else 0
+    bad = spoiled(model, weight, ODD[odd], at)
     if weight.endswith("gate_up_proj_bias"):
-        bad = spoiled(model, weight, ODD[odd])
         bad.weights[weight][:, 0] = ODD[odd]  # whichever experts are chosen
-    else:
-        bad = spoiled(model, weight, ODD[odd], at)
-    with pytest.raises(NonFinite, match=r"stored value\(s\) of .* are NaN or infinite") as caught:
+    with pytest.raises(NonFinite, match=SAID):
         run(bad, [PROMPT], backend=backend)
-    assert said in str(caught.value) and weight in str(caught.value)
-    if weight == EMBED:
-        assert f"at token {PROMPT.index(BAD)} of" in str(caught.value)
 
 
 @pytest.mark.parametrize("settings", [{}, {"temperature": 1.0}, {"temperature": 0.8, "top_k": 5}])
@@ -86,18 +84,17 @@ def test_a_fault_of_a_decode_step_is_found_too(settings: dict[str, float]) -> No
     model = model_of("llama")
     made = [token.id for token in run(model, [PROMPT], Sampling(**settings))]
     at = made[0] * model.spec.hidden_size
-    with pytest.raises(NonFinite, match=f"token {len(PROMPT)} of") as caught:
+    with pytest.raises(NonFinite, match=SAID) as caught:
         run(spoiled("llama", EMBED, np.nan, at), [PROMPT], Sampling(**settings))
-    assert "embed of" in str(caught.value)
     assert caught.value.__context__ is None  # no error of the queue stands before it
 
 
-def test_an_overflow_is_not_blamed_on_the_weights() -> None:
+def test_an_overflow_ends_the_run() -> None:
     large = spoiled("llama", f"{LAYER}post_attention_layernorm.weight", 0, factor=1e38)
-    with pytest.raises(NonFinite, match=r"too large: a sum overflowed fp32"):
+    with pytest.raises(NonFinite, match=SAID):
         run(large, [PROMPT])
     huge = spoiled("llama", EMBED, 1e30, BAD * model_of("llama").spec.hidden_size)
-    with pytest.raises(NonFinite, match=r"rms_norm of .* too large"):  # its square is infinite
+    with pytest.raises(NonFinite, match=SAID):  # its square is infinite
         run(huge, [PROMPT])
 
 
@@ -108,7 +105,7 @@ def test_one_sequence_of_a_batch_is_named_and_the_session_goes_on() -> None:
     expected = run(model_of("llama"), [good, other])
     session = make_session(bad, context=64, chunk=4, threads=2, batch=3)
     try:
-        with pytest.raises(NonFinite, match=f"token {PROMPT.index(BAD)} of") as caught:
+        with pytest.raises(NonFinite, match=SAID) as caught:
             list(session.generate([good, PROMPT, other], 3, stop_ids=frozenset()))
         assert caught.value.sequence == 1
         # What it left in the cache, NaN included, is not seen by those who come after.
@@ -122,7 +119,7 @@ def test_one_sequence_of_a_batch_is_named_and_the_session_goes_on() -> None:
 def test_no_cache_hides_it(kv_dtype: str, odd: str) -> None:
     for name in "kv":
         bad = spoiled("llama", f"{LAYER}self_attn.{name}_proj.weight", ODD[odd])
-        with pytest.raises(NonFinite, match=f"{name}_proj"):
+        with pytest.raises(NonFinite, match=SAID):
             run(bad, [PROMPT], kv_dtype=kv_dtype)
 
 
@@ -130,9 +127,9 @@ def test_logits_and_perplexity_refuse() -> None:
     bad = spoiled("llama", EMBED, np.nan, BAD * model_of("llama").spec.hidden_size)
     session = make_session(bad, context=64, chunk=4, all_logits=True)
     try:
-        with pytest.raises(NonFinite, match="embed of"):
+        with pytest.raises(NonFinite, match=SAID):
             session.logits(PROMPT)
-        with pytest.raises(NonFinite, match="embed of"):
+        with pytest.raises(NonFinite, match=SAID):
             loss_of(session, PROMPT, len(PROMPT))
     finally:
         session.close()
@@ -161,8 +158,7 @@ def test_the_command_exits_with_3_and_one_line(
     line = json.loads(lines[-1])
     assert code == 3 and len(lines) == 1
     assert (line["status"], line["code"], line["type"]) == ("error", 3, "NonFinite")
-    assert "linear of model.layers.1.self_attn.q_proj.weight" in line["message"]
-    assert line["message"].startswith("prompt 1: ")
+    assert line["message"].startswith("prompt 1: got logits")
 
 
 @pytest.fixture
@@ -175,14 +171,16 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list]:
 
 
 @pytest.mark.slow
-def test_cuda_names_the_weight(interpreted: Callable[..., list]) -> None:
-    at = BAD * model_of("llama").spec.hidden_size
-    with pytest.raises(NonFinite, match=r"embed of .*at token 1 of .*stored value"):
-        interpreted(spoiled("llama", EMBED, np.inf, at), [[5, BAD, 9]])
-
-
-@pytest.mark.slow
-def test_cuda_says_that_fp16_overflowed(interpreted: Callable[..., list]) -> None:
-    large = spoiled("llama", f"{LAYER}mlp.up_proj.weight", 60000.0)
-    with pytest.raises(NonFinite, match=r"beyond the range of fp16; try --act-prec fp32"):
-        interpreted(large, [[5, 6, 9]])
+@pytest.mark.parametrize(
+    ("weight", "value", "prompt"),
+    [
+        (EMBED, np.inf, [5, BAD, 9]),
+        (f"{LAYER}mlp.up_proj.weight", 60000.0, [5, 6, 9]),  # fp16 overflows
+    ],
+)
+def test_cuda_ends_the_run_too(
+    weight: str, value: float, prompt: list[int], interpreted: Callable[..., list]
+) -> None:
+    at = BAD * model_of("llama").spec.hidden_size if weight == EMBED else 0
+    with pytest.raises(NonFinite, match=SAID):
+        interpreted(spoiled("llama", weight, value, at), [prompt])

@@ -519,15 +519,8 @@ def test_a_conversation_goes_on_from_a_stored_response(server, client):
         last = list(stream)[-1].response
     assert last.usage.input_tokens > more.usage.input_tokens
     assert client.responses.retrieve(last.id).output_text == last.output_text
-    listed = list(client.responses.input_items.list(more.id, order="asc"))
-    assert [each.type for each in listed] == ["message", *(i.type for i in first.output), "message"]
-    assert [listed[0].content[0].text, listed[-1].content[0].text] == ["Hi", "And?"]
-    assert len({each.id for each in listed}) == len(listed)
-    newest = client.responses.input_items.list(more.id)
-    assert [each.id for each in newest.data] == [each.id for each in reversed(listed)]
     client.responses.delete(first.id)
-    gone = (client.responses.retrieve, client.responses.delete, client.responses.input_items.list)
-    for call in gone:
+    for call in (client.responses.retrieve, client.responses.delete):
         with pytest.raises(openai.NotFoundError):
             call(first.id)
     kept_out = client.responses.create(**body, input="Hi", store=False)

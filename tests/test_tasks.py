@@ -9,7 +9,7 @@ import pytest
 
 from clocher_kernels.errors import FormatError, ModelNotFound, UsageError
 from clocher_runtime.quality import tasks
-from clocher_runtime.quality.likelihood import Likelihood, Question, Target, metrics, read_task
+from clocher_runtime.quality.likelihood import Likelihood, Question, Target, metrics
 from clocher_runtime.quality.run_program import passes
 from clocher_runtime.quality.tasks import TASKS, Asked, Kept
 from clocher_runtime.subcommands.quality import quality
@@ -46,7 +46,7 @@ def lines(path: Path, *each: dict) -> Path:
 
 
 def read(name: str, data: Path, shots: int | None = None, limit: int | None = None) -> list:
-    return list(tasks.read_task(Path(name), data, shots, limit, run_code=True).items)
+    return list(tasks.read_task(name, data, shots, limit, run_code=True).items)
 
 
 def test_prompts_are_those_of_the_harness(tmp_path: Path) -> None:
@@ -98,18 +98,18 @@ def test_numbers_are_found_as_the_harness_finds_them(tmp_path: Path) -> None:
 def test_metrics_are_those_of_the_harness() -> None:
     question = Question("q", ("a", "bbbb"), 1, " ")
     scores = [Likelihood(-2.0, False), Likelihood(-3.0, False)]
-    found = metrics(None, [question, question], [scores, scores[::-1]])["questions"]
+    found = metrics([question, question], [scores, scores[::-1]])["questions"]
     # by sums the first is 0 and the second 1; by characters, without the space, both are 1
     assert (found["acc"], found["acc_norm"]) == (0.5, 1.0)
     assert found["acc_stderr"] == pytest.approx(sqrt(0.25 * 2 / 1) / sqrt(2))
     words = [[Likelihood(-1.0, True)], [Likelihood(-3.0, False)]]
-    found = metrics(None, [Target("a", " b")] * 2, words)["targets"]
+    found = metrics([Target("a", " b")] * 2, words)["targets"]
     assert found["acc"] == 0.5 and found["perplexity"] == pytest.approx(2.718281828**2)
 
 
 def test_programs_are_run_apart(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="--run-code"):
-        tasks.read_task(Path("humaneval"), tmp_path, None, None, run_code=False)
+        tasks.read_task("humaneval", tmp_path, None, None, run_code=False)
     (item,) = read("humaneval", lines(tmp_path / "h.jsonl", HUMANEVAL))
     assert isinstance(item, Asked) and TASKS["humaneval"].generates
     assert item.judge("    return 1\n", item.answer) == {"pass@1": 1.0}
@@ -157,9 +157,9 @@ def test_what_is_kept_is_not_done_again(
 
 def test_what_is_wrong_is_said(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="give --data"):
-        tasks.read_task(Path("mmlu"), None, None, None, run_code=False)
-    with pytest.raises(UsageError, match="names are mmlu, hellaswag"):
-        tasks.read_task(Path("mmul"), None, None, None, run_code=False)
+        tasks.read_task("mmlu", None, None, None, run_code=False)
+    with pytest.raises(UsageError, match="expected one of mmlu, hellaswag"):
+        tasks.read_task("mmul", None, None, None, run_code=False)
     with pytest.raises(ModelNotFound, match=r"mmlu_test\.jsonl"):
         read("mmlu", tmp_path)
     lines(tmp_path / "mmlu_test.jsonl", MMLU[0], {**MMLU[0], "answer": 4})
@@ -172,11 +172,11 @@ def test_what_is_wrong_is_said(tmp_path: Path) -> None:
     lines(tmp_path / "mmlu_dev.jsonl", MMLU[0])
     with pytest.raises(UsageError, match="give --shots"):
         read("mmlu", tmp_path, shots=2)
+    with pytest.raises(FormatError, match="no lines"):
+        read("mmlu", lines(tmp_path / "empty.jsonl"))
     (tmp_path / "x.jsonl.gz").write_bytes(b"no gzip")
     with pytest.raises(FormatError, match="gzip"):
         read("mmlu", tmp_path / "x.jsonl.gz")
-    target = lines(tmp_path / "t.jsonl", {"context": "a", "continuation": " b"})
-    assert read_task(target) == [Target("a", " b")]
 
 
 @pytest.mark.parametrize("theirs", ["a text without an end", '{"a": 1}\n{"item"', "one\ntwo"])
@@ -204,4 +204,4 @@ def test_a_file_that_unpacks_to_too_much_is_refused(
     path.write_bytes(gzip.compress(b" " * 5000))
     monkeypatch.setattr(tasks, "MOST_BYTES", 4000)
     with pytest.raises(FormatError, match="more than 4000 bytes when unpacked"):
-        tasks.read_task(Path("mmlu"), path, 0, None, run_code=False)
+        tasks.read_task("mmlu", path, 0, None, run_code=False)

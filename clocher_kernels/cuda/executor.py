@@ -2,7 +2,7 @@
 
 import os
 import weakref
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from clocher_kernels.cuda import attention, bsr, elementwise, kv, linear, moe, sampling
 from clocher_kernels.cuda.fused import FUSED, stacked
-from clocher_kernels.cuda.launch import Device, Launch, current_device, execute
+from clocher_kernels.cuda.launch import Device, Launch, current_device
 from clocher_kernels.cuda.prepack import DeviceTensor, as_torch
 from clocher_kernels.cuda.raw_module import DeviceWorkTouch
 from clocher_kernels.cuda.step import (
@@ -36,7 +36,7 @@ from clocher_kernels.cuda.step import (
 from clocher_kernels.errors import DeviceError, OutOfMemory, ShapeError, UnsupportedOp
 from clocher_kernels.guards import refuse_in_window
 from clocher_kernels.ops.rewrite import runs
-from clocher_kernels.plan import Call, Plan
+from clocher_kernels.plan import Call, Executor, Plan
 
 LOWER: dict[str, Callable[..., list[Launch]]] = {
     lower.__name__: lower
@@ -71,7 +71,7 @@ Key = tuple[int, int, int]
 _executors: "weakref.WeakSet[CudaExecutor]" = weakref.WeakSet()
 
 
-class CudaExecutor:
+class CudaExecutor(Executor):
     """Execute a Plan as CUDA graphs, one for each bucket of (tokens, output rows, cache cells).
 
     Positions, tokens and draws advance on the device; the host sends new inputs with `upload` and
@@ -169,17 +169,6 @@ class CudaExecutor:
         self._graphs[key]()
         self._longest += 1 if rows else 0
 
-    def walk(self, tokens: int, rows: int) -> Generator[Call, None, None]:
-        """Execute a step call by call without a graph, yielding each executed call."""
-        lowered = self._lowered(*self._key(tokens, rows), alone=True)
-        while True:
-            with self._on_stream():  # lowering initialises memory that the launches use
-                call, launches = next(lowered, (None, []))
-                execute(launches)
-            if call is None:
-                return
-            yield call
-
     def peek(self, name: str, count: int) -> np.ndarray:
         """Return the current first rows of a buffer, fp32."""
         self.synchronize()
@@ -270,30 +259,25 @@ class CudaExecutor:
 
     def lower(self, key: Key, greedy: bool = False) -> list[Launch]:
         """Return the launches of a step; `greedy` needs fewer."""
-        return [launch for _, launches in self._lowered(key, greedy) for launch in launches]
-
-    def _lowered(
-        self, key: Key, greedy: bool, alone: bool = False
-    ) -> Generator[tuple[Call, list[Launch]], None, None]:
-        """Yield calls and their launches; of a run that is fused the last one, unless `alone`."""
         table, buffers = LOWER_GREEDY if greedy else LOWER, self.plan.buffers
+        made: list[Launch] = []
         for run, whole in self._runs:
             rows_of = [buffers[n].rows for c in run.calls for n in c.args.values() if n in buffers]
             if key[1] == 0 and "R" in rows_of:
                 continue
             given = [self._arguments(call, key) for call in run.calls]
-            if run.kind in FUSED and not alone:
-                launches = FUSED[run.kind](run, given, whole, self.device)
-                if launches:
-                    yield run.calls[-1], launches
-                    continue
+            fuse = FUSED.get(run.kind)
+            if fuse and (launches := fuse(run, given, whole, self.device)):
+                made += launches
+                continue
             for call, arguments in zip(run.calls, given, strict=True):
                 if call.op not in LOWER:
                     raise UnsupportedOp(
                         f"the CUDA back end has no kernel for {call.op!r}; it has "
                         f"{', '.join(sorted(LOWER))}"
                     )
-                yield call, table[call.op](**arguments, device=self.device)
+                made += table[call.op](**arguments, device=self.device)
+        return made
 
     def _arguments(self, call: Call, key: Key) -> dict[str, Any]:
         """Return the arguments of a call, cut to the step, and its attributes."""

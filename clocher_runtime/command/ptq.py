@@ -48,9 +48,7 @@ from clocher_runtime.quantize.job import (
     GateText,
     Job,
     Outcome,
-    Records,
-    open_candidate,
-    records_by_model,
+    records_beside,
     records_of_gptq,
     run_job,
 )
@@ -84,7 +82,6 @@ def planned(
         options=record,
         seed=options["seed"],
         threads=options["threads"] or default_threads(),
-        whole_hash=not options["no_hash"],
         calibration=_calibration(checkpoint, options) if options["calib_text"] else None,
         target_bpw=options["target_bpw"] or _fraction(options["bits"]),
         gate=_gate(checkpoint, options) if options["gate"] else None,
@@ -310,8 +307,7 @@ def judge(console: Console, options: dict[str, Any]) -> ExitCode:
         act_prec=None if options["act_prec"] == "default" else options["act_prec"],
         **{name: options[name] for name in ("backend", NUMERICS[1], "threads")},
     )
-    # A file is a manifest.
-    models = tuple(p if p.is_file() else locate(p, "MODEL") for p in options["model"])
+    models = tuple(locate(path, "MODEL") for path in options["model"])
     checkpoint = open_checkpoint(locate(options["reference"], "--reference"))
     reference = load_model(checkpoint)
     tokenizer = _tokenizer(checkpoint)
@@ -328,9 +324,8 @@ def judge(console: Console, options: dict[str, Any]) -> ExitCode:
         prompt = list(documents.windows[0][:_PROMPT])
         return decode_speed(model, prompt, config) if options["speed"] else None
 
-    def one(path: Path, records: Records | None) -> tuple[Evaluation, float | None]:
-        threads = options["threads"] or default_threads()
-        model = open_candidate(path, checkpoint, options["precision"], threads)
+    def one(path: Path) -> tuple[Evaluation, float | None]:
+        model = load_model(open_checkpoint(path, verify=True), options["precision"])
         with console.counting() as tell:
             evaluation = evaluate(
                 reference,
@@ -339,15 +334,14 @@ def judge(console: Console, options: dict[str, Any]) -> ExitCode:
                 config=config,
                 limits_class=options["limits"],
                 given={field.name: options[field.name] for field in fields(Limits)},
-                records=records_of_gptq(model.checkpoint) if records is None else records,
+                records=records_beside(path) or records_of_gptq(model.checkpoint),
                 progress=lambda what, done, total: tell(f"{path.name}: {what}", done, total),
             )
         return evaluation, speed(model)
 
-    records = records_by_model(models, options["manifests"])
     names = [path.resolve().name.removesuffix(".json") for path in models]
     found = {
-        name if names.count(name) == 1 else str(path): one(path, records.get(path))
+        name if names.count(name) == 1 else str(path): one(path)
         for name, path in zip(names, models, strict=True)
     }
     whole = size_of(reference)

@@ -6,13 +6,13 @@ their own sequence, so batching and preemption do not change results.
 """
 
 from collections import deque
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 
 from clocher_kernels.errors import DeviceError, NonFinite, OutOfMemory, SessionBusy
 from clocher_runtime.engine.binding import Bound
 from clocher_runtime.engine.forwards import Forwards, Part
-from clocher_runtime.engine.requests import Request, Score
+from clocher_runtime.engine.requests import Request
 from clocher_runtime.speculation.speculator import Speculator
 
 _WITH_PROMPTS = 1.5  # of the time of a step without prompts, a step with some may take
@@ -181,33 +181,18 @@ class Scheduler:
                 request.queue.open -= 1
                 self._retire(request)
         if faulty := [request for request, _ in parts if request.is_faulty]:
-            self._fail(faulty)  # last, for it does steps of its own
+            self._fail(faulty)
 
     def _fail(self, requests: list[Request]) -> None:
         for request in requests:
             request.is_faulty = False
             if request.queue.is_over:
                 continue
-
-            from clocher_runtime.engine.nonfinite import explain  # late: rare
-
-            weights, act_prec = self._bound.model.weights, self._bound.act_prec
-            found = explain(self._executor, weights, act_prec, self._again(request))
-            request.queue.error = NonFinite(str(found), request.index)
+            request.queue.error = NonFinite(
+                f"got logits that are NaN or infinite within {request.cells} tokens of the "
+                "sequence, expected finite ones; get or convert the model again, or try --act-prec "
+                "fp32, which has a larger range than fp16",
+                request.index,
+            )
             self._retire(request, forget=True)
         self.forwards.forget()
-
-    def _again(self, request: Request) -> Generator[tuple[int, int], None, None]:
-        """Stage all tokens of a request again, step by step; yield counts of tokens and rows."""
-        plan = self._executor.plan
-        self.pages.release(request, forget=True)
-        if not self.pages.admit(request, reuse=False):
-            return
-        while request.waiting_tokens:
-            count = min(request.waiting_tokens, plan.tokens)
-            if isinstance(request, Score):
-                count = min(count, plan.rows)
-            if not self.pages.reserve(request, request.cells + request.taken(count)):
-                return
-            yield self.forwards.stage([(request, count)])
-            self.pages.commit(request, request.cells + count)

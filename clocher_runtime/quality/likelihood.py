@@ -1,28 +1,19 @@
-"""Likelihoods of continuations, whole texts and task files, by lm-evaluation-harness 0.4's rules.
+"""Likelihoods of continuations, choices and whole texts, by lm-evaluation-harness 0.4's rules.
 
 Source: its lm_eval/api/model.py, task.py, metrics.py and lm_eval/utils.py, with an empty
-`target_delimiter` where a question has no `delimiter`. A task file has a JSON object a line, of one
-of these kinds:
-
-    {"context": "The capital of France is", "choices": [" Paris", " Rome"], "answer": 0}
-    {"context": "The capital of France is", "continuation": " Paris"}
-    {"text": "A whole text, of which the model tells how likely it is."}
+`target_delimiter` where a question has no `delimiter`.
 """
 
-import re
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from math import exp, inf, log, sqrt
-from pathlib import Path
+from math import exp, inf, sqrt
 from statistics import fmean, stdev
 from typing import Annotated, Any, NamedTuple
 
 import msgspec
 import numpy as np
 
-from clocher_kernels.errors import FormatError, UsageError
-from clocher_runtime.disk.files import read_bytes
-from clocher_runtime.disk.strict_json import parse_lines, read_as
+from clocher_kernels.errors import UsageError
 from clocher_runtime.engine.generation import Generation
 from clocher_runtime.engine.session import Session
 from clocher_runtime.text.completion import logprob_of
@@ -82,10 +73,6 @@ class Scorer:
             end = min(start + longest, len(ids))
             pairs.append(Pair(ids[end - longest - 1 : start], ids[start:end]))
         return pairs
-
-    def length(self, text: str) -> int:
-        """Return how many tokens of a text are scored."""
-        return len(self._tokenizer.encode_prompt(text))
 
     def scores(self, pairs: Sequence[Pair], progress: Progress | None = None) -> list[Likelihood]:
         """Score continuations, sharing forwards; contexts that are too long lose their beginning.
@@ -170,9 +157,7 @@ def _of_token(logits: np.ndarray, token: int) -> Likelihood:
     return Likelihood(logprob_of(logits, token, 0).logprob, int(logits.argmax()) == token)
 
 
-MOST_BYTES = 1 << 30
 _Filled = Annotated[str, msgspec.Meta(min_length=1)]
-_KINDS = 'expected {"context", "choices", "answer"}, {"context", "continuation"} or {"text"}'
 
 
 class Question(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -192,64 +177,28 @@ class Target(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     continuation: str
 
 
-class Text(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A text that is scored as a whole."""
-
-    text: _Filled
-
-
-Item = Question | Target | Text
+Item = Question | Target
 Scores = Sequence[Likelihood]
-
-
-def read_task(path: Path) -> list[Item]:
-    """Return the items of a task file without blank lines. Raises ModelError."""
-    items = [_item(*line) for line in parse_lines(read_bytes(path, MOST_BYTES), path)]
-    if not items:
-        raise FormatError(f"{path}: it has no lines; {_KINDS}, an object a line")
-    return items
-
-
-def _item(value: dict[str, Any], where: str) -> Item:
-    kinds: dict[str, type[Item]] = {"choices": Question, "continuation": Target, "text": Text}
-    kind = next((kind for name, kind in kinds.items() if name in value), None)
-    if kind is None:
-        raise FormatError(f"{where}: its keys are {sorted(value)!r:.80}; {_KINDS}")
-    item = read_as(value, kind, where)
-    if isinstance(item, Question) and not 0 <= item.answer < len(item.choices):
-        most = len(item.choices) - 1
-        raise FormatError(f"{where}: answer is {item.answer}; expected 0 to {most}")
-    return item
 
 
 def score_items(
     scorer: Scorer, items: Sequence[Item], progress: Progress | None = None
 ) -> Sequence[Scores]:
-    """Return the scores of each item: of its choices, its continuation or its windows."""
+    """Return the scores of each item: of its choices, or its continuation."""
     pairs = [_pairs(scorer, item, number) for number, item in enumerate(items, start=1)]
     return scorer.grouped(pairs, progress)
 
 
-def metrics(scorer: Scorer, items: Sequence[Item], scores: Sequence[Scores]) -> dict[str, Any]:
-    """Return metrics of scored items by kind: "questions", "targets" and "texts"."""
+def metrics(items: Sequence[Item], scores: Sequence[Scores]) -> dict[str, Any]:
+    """Return metrics of scored items by kind: "questions" and "targets"."""
     both = list(zip(items, scores, strict=True))
     questions = [(item, found) for item, found in both if isinstance(item, Question)]
     targets = [found[0] for item, found in both if isinstance(item, Target)]
-    texts = [
-        (item.text, sum(each.logprob for each in found), scorer.length(item.text))
-        for item, found in both
-        if isinstance(item, Text)
-    ]
     results = {"questions": _of_questions(questions)} if questions else {}
-    results |= {"targets": _of_targets(targets)} if targets else {}
-    return results | ({"texts": _of_texts(texts)} if texts else {})
+    return results | ({"targets": _of_targets(targets)} if targets else {})
 
 
 def _pairs(scorer: Scorer, item: Item, number: int) -> list[Pair]:
-    if isinstance(item, Text):
-        if windows := scorer.windows(item.text):
-            return windows
-        raise UsageError(f"item {number}: the text {item.text!r:.80} has no tokens; leave it out")
     if isinstance(item, Target):
         ends = [item.continuation]
     else:
@@ -285,27 +234,6 @@ def _of_targets(scored: Scores) -> dict[str, Any]:
     """Return how often the model would have said it, and exp of its mean loss."""
     found = means({"acc": [float(each.is_greedy) for each in scored]})
     loss = means({"loss": [-each.logprob for each in scored]})
-    ppl = _exp(loss["loss"])
+    ppl = exp(loss["loss"]) if loss["loss"] < 700 else inf
     error = loss["loss_stderr"]
     return {**found, "perplexity": ppl, "perplexity_stderr": error and ppl * error}
-
-
-def _of_texts(scored: Sequence[tuple[str, float, int]]) -> dict[str, Any]:
-    """Return perplexities over all texts together."""
-    total = -sum(logprob for _, logprob, _ in scored)
-    tokens = sum(count for _, _, count in scored)
-    words = sum(len(re.split(r"\s+", text)) for text, _, _ in scored)
-    nbytes = sum(len(text.encode()) for text, _, _ in scored)
-    return {
-        "count": len(scored),
-        "tokens": tokens,
-        "loss_nats": total / tokens,
-        "perplexity": _exp(total / tokens),
-        "word_perplexity": _exp(total / words),
-        "byte_perplexity": _exp(total / nbytes),
-        "bits_per_byte": total / nbytes / log(2),
-    }
-
-
-def _exp(value: float) -> float:
-    return exp(value) if value < 700 else inf  # a text without spaces is one word

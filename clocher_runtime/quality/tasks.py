@@ -24,7 +24,6 @@ from clocher_runtime.disk.strict_json import parse_lines
 from clocher_runtime.engine.session import Session
 from clocher_runtime.quality import likelihood
 from clocher_runtime.quality.likelihood import (
-    MOST_BYTES,
     Likelihood,
     Progress,
     Question,
@@ -35,6 +34,7 @@ from clocher_runtime.quality.likelihood import (
 from clocher_runtime.quality.run_program import passes
 from clocher_runtime.text.tokenizer import Tokenizer
 
+MOST_BYTES = 1 << 30
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 _NUMBER = re.compile(r"(-?[$0-9.,]{2,})|(-?[0-9]+)")
 _MARKED = re.compile(r"#### (\-?[0-9\.\,]+)")
@@ -155,14 +155,14 @@ class Prompted(NamedTuple):
 
 
 def read_task(
-    task: Path, data: Path | None, shots: int | None, limit: int | None, run_code: bool
+    name: str, data: Path | None, shots: int | None, limit: int | None, run_code: bool
 ) -> Prompted:
-    """Return the items of a known task or of a task file. Raises ModelError, UsageError."""
-    name, known = str(task), TASKS.get(str(task))
-    if known is None and not task.suffix and not task.exists():
-        raise UsageError(f"--task {name}: no file, and names are {', '.join(TASKS)}; give either")
-    if known is None or (data is None and task.exists()):
-        return Prompted(likelihood.read_task(task)[:limit], {})
+    """Return the items of a known task. Raises ModelError, UsageError."""
+    if (known := TASKS.get(name)) is None:
+        raise UsageError(
+            f"--task {name}: expected one of {', '.join(TASKS)}; lm_eval runs other tasks: python "
+            "-m clocher_runtime.adapters.lm_eval_model --tasks NAME"
+        )
     if data is None:
         raise UsageError(f"--task {name}: give --data, the file or directory with its lines")
     if known.runs_code and not run_code:
@@ -228,6 +228,8 @@ def _lines(path: Path, task: Task) -> list[tuple[str, Any]]:
                 f"are {sorted(line)!r:.80}"
             ) from None
         found.append((str(line.get("subject", "")), item))
+    if not found:
+        raise FormatError(f"{path}: it has no lines; give the data set as JSON lines")
     return found
 
 
@@ -306,9 +308,7 @@ def run_task(
     every = [kept.get(item) for item in items]
     if task.generates:
         return {"generated": means({name: [each[name] for each in every] for name in every[0]})}
-    return likelihood.metrics(
-        scorer, items, [[Likelihood(*pair) for pair in each] for each in every]
-    )
+    return likelihood.metrics(items, [[Likelihood(*pair) for pair in each] for each in every])
 
 
 def _asked(item: Asked, session: Session, tokenizer: Tokenizer) -> tuple[Any, dict[str, Any]]:

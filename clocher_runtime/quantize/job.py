@@ -13,7 +13,6 @@ import numpy as np
 from clocher_kernels.errors import FormatError, UsageError
 from clocher_kernels.formats import Int4, Int8
 from clocher_kernels.quant_tensor import QuantTensor
-from clocher_runtime.checkpoints import open_checkpoint
 from clocher_runtime.checkpoints.checkpoint import JSON_NAME, Checkpoint, lazy_tensor
 from clocher_runtime.config.engine import WEIGHTS_ALONE
 from clocher_runtime.convert.q4_entries import ROUNDED, PlaneFile
@@ -21,7 +20,7 @@ from clocher_runtime.convert.q4_map import Q4Map, load_q4_map, parse_q4_map, wri
 from clocher_runtime.convert.rounding import round_tensor
 from clocher_runtime.disk.files import read_bytes
 from clocher_runtime.disk.strict_json import MAX_JSON_BYTES, parse_object
-from clocher_runtime.engine.load import Model, load_model
+from clocher_runtime.engine.load import load_model
 from clocher_runtime.quality.compare import Documents
 from clocher_runtime.quality.evaluate import Evaluation, Record, evaluate
 from clocher_runtime.quality.gate import Check, Verdict, tensor_checks, worst
@@ -42,7 +41,6 @@ MANIFEST = "q4_manifest.json"
 """Records, beside an IEBIN, what `clocher quantize` did to each tensor, and how good it is."""
 
 Progress = Callable[[str, int, int], None]
-Records = Mapping[str, Record]
 
 
 class CalibrationText(NamedTuple):
@@ -71,7 +69,6 @@ class Job:
     options: Mapping[str, Any] = field(default_factory=dict)  # of the script, to be recorded
     seed: int = 0
     threads: int = 1
-    whole_hash: bool = True  # hash the whole weight files, not their headers alone
     calibration: CalibrationText | None = None
     target_bpw: float | None = None  # bits per weight of the quantised tensors together
     gate: GateText | None = None
@@ -126,9 +123,7 @@ def run_job(
     for path in (job.out, rejected_path(job.out)):
         path.unlink(missing_ok=True)
     nbytes = sum(f.nbytes for f in checkpoint.files)
-    source = describe_source(
-        checkpoint, job.whole_hash, lambda done, _: tell("hashing", done, nbytes)
-    )
+    source = describe_source(checkpoint, lambda done, _: tell("hashing", done, nbytes))
     sections: dict[str, Any] = {"tool": tool(), "source": source}
     if job.rules.requantize:
         sections["requantize"] = True
@@ -227,37 +222,12 @@ def _fingerprint(job: Job, plan: QuantPlan, source: Mapping[str, Any]) -> str:
     return sha256(json.dumps(known).encode()).hexdigest()
 
 
-def open_candidate(
-    path: Path, reference: Checkpoint, precision: str | None = None, threads: int = 1
-) -> Model:
-    """Open a model to judge: a directory, with hashes checked, or a manifest for `reference`."""
-    if path.is_file():
-        checkpoint = quantised_checkpoint(reference, load_q4_map(path), threads)
-    else:
-        checkpoint = open_checkpoint(path, verify=True)
-    return load_model(checkpoint, precision)
-
-
-def records_by_model(models: Sequence[Path], manifests: Sequence[Path]) -> dict[Path, Records]:
-    """Return manifests' records by model; an IEBIN names its manifest by SHA-256."""
-    given = {found.document.get("sha256"): found for found in map(load_q4_map, manifests)}
-    unused = dict(given)
-    found: dict[Path, Records] = {}
-    for model in models:
-        if model.is_file():
-            found[model] = records_of(load_q4_map(model))
-        elif digest := _manifest_digest(model):
-            unused.pop(digest, None)
-            beside = model / MANIFEST
-            q4_map = given.get(digest) or (load_q4_map(beside) if beside.is_file() else None)
-            if q4_map and q4_map.document.get("sha256") == digest:
-                found[model] = records_of(q4_map)
-    for q4_map in unused.values():
-        raise UsageError(
-            f"--manifest {q4_map.path}: no --model is an IEBIN that was converted with it; leave "
-            "it out, or give the manifest as the --model"
-        )
-    return found
+def records_beside(model: Path) -> dict[str, Record]:
+    """Return the records of the manifest that an IEBIN was made with, if it lies beside it."""
+    digest, beside = _manifest_digest(model), model / MANIFEST
+    q4_map = load_q4_map(beside) if digest and beside.is_file() else None
+    is_own = q4_map is not None and q4_map.document.get("sha256") == digest
+    return records_of(q4_map) if q4_map and is_own else {}
 
 
 def records_of(q4_map: Q4Map) -> dict[str, Record]:

@@ -19,7 +19,6 @@ from clocher_runtime.convert.rounding import Clip
 from clocher_runtime.convert.to_iebin import natural
 from clocher_runtime.quality.tensor_error import TensorError
 
-HEADER_BYTES = 1 << 20
 """Bytes hashed of a file without --hash: names and shapes are in them."""
 
 _STEP = 1 << 22
@@ -178,21 +177,20 @@ def tool() -> dict[str, str]:
 
 
 def describe_source(
-    checkpoint: Checkpoint, whole: bool = True, progress: Callable[[int, str], None] | None = None
+    checkpoint: Checkpoint, progress: Callable[[int, str], None] | None = None
 ) -> dict[str, Any]:
-    """Return a manifest's `source`: weight files, hashed `whole` or by their first MiB."""
+    """Return a manifest's `source`: the weight files and their hashes."""
     files = []
     before = 0
     for file in checkpoint.files:
         digest = hashlib.sha256()
-        end = file.nbytes if whole else min(file.nbytes, HEADER_BYTES)
-        for start in range(0, end, _STEP):
-            digest.update(file.bytes(start, min(start + _STEP, end)).data)
+        for start in range(0, file.nbytes, _STEP):
+            digest.update(file.bytes(start, min(start + _STEP, file.nbytes)).data)
             file.release()
             if progress:
                 progress(before + start, file.path.name)
-        key = "sha256" if whole else "header_sha256"
-        files.append({"name": file.path.name, "nbytes": file.nbytes, key: digest.hexdigest()})
+        facts = {"name": file.path.name, "nbytes": file.nbytes, "sha256": digest.hexdigest()}
+        files.append(facts)
         before += file.nbytes
     return {"kind": checkpoint.kind, "files": files}
 

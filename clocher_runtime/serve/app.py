@@ -119,20 +119,6 @@ class Server:
         self.stored.drop(name := request.path_params["response"])
         return json_response({"id": name, "object": "response", "deleted": True})
 
-    async def input_items(self, request: Request) -> ASGIApp:
-        found = self.stored.read(name := request.path_params["response"])
-        items = found["items"][: len(found["items"]) - len(found["response"]["output"])]
-        for at, item in enumerate(items):
-            if isinstance(text := item.get("content"), str):
-                kind = "output_text" if item["role"] == "assistant" else "input_text"
-                item["content"] = [{"type": kind, "text": text}]
-            item.setdefault("id", f"{name}_input_{at}")
-            item.setdefault("status", "completed")
-        if request.query_params.get("order") != "asc":
-            items.reverse()
-        ends = {"first_id": items[0]["id"], "last_id": items[-1]["id"], "has_more": False}
-        return json_response({"object": "list", "data": items, **ends})
-
     async def message(self, request: Request, asked: MessagesRequest) -> ASGIApp:
         chat = await self.prompts.apart(partial(asked.chat, self.prompts.tokenizer.chat_template))
         return await self._answer(request, chat, "msg_", MessageStream)

@@ -41,7 +41,6 @@ ROUTES = (
     Described("respond", "post", "/v1/responses", "Answer in items", ResponsesRequest, _BOTH),
     Described("stored_response", "get", "/v1/responses/{response}", "A stored response"),
     Described("drop_response", "delete", "/v1/responses/{response}", "Forget a response"),
-    Described("input_items", "get", "/v1/responses/{response}/input_items", "What led to it"),
     Described("message", "post", "/v1/messages", "Answer as Anthropic", MessagesRequest, _BOTH),
     Described("count", "post", "/v1/messages/count_tokens", "Only count", CountTokensRequest),
     Described("embed", "post", "/v1/embeddings", "Vectors of texts", EmbeddingsRequest),

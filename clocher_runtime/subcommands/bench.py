@@ -45,7 +45,7 @@ _EXAMPLES = (
         "clocher bench MODEL --speculate auto --text FILE -d 512 -p 0 -n 128",
     ),
     ("keep every sample", "clocher bench MODEL -o json > samples.json"),
-    ("not how fast, but how good: questions and texts", "clocher bench quality --task FILE"),
+    ("not how fast, but how good", "clocher bench quality --task mmlu --data DIR"),
 )
 
 _NOTES = """Variables of clocher run (IE_...) hold, and those that act are named in the output.

@@ -110,26 +110,16 @@ def perplexity(
 
 _ABOUT_TASK = """Score a model on tasks; print one JSON line for each, and a table.
 
-A task is a name (mmlu, hellaswag, arc_challenge, gsm8k, humaneval, lambada), whose lines are found
-in --data, or a file with a JSON object a line, of any of these kinds:
-
-\b
-  {"context": "2 + 2 =", "choices": [" 4", " 5"], "answer": 0}
-  {"context": "2 + 2 =", "continuation": " 4"}
-  {"text": "A whole text, whose perplexity is computed."}
-
-A choice follows its context as it is, so it begins with a space where one belongs. Nothing is
-downloaded. Prompts and numbers are those of lm-evaluation-harness, which runs other tasks:
-python -m clocher_runtime.adapters.lm_eval_model --tasks NAME."""
+A task is mmlu, hellaswag, arc_challenge, gsm8k, humaneval or lambada, whose lines are found in
+--data: nothing is downloaded. Prompts and numbers are those of lm-evaluation-harness, which runs
+other tasks: python -m clocher_runtime.adapters.lm_eval_model --tasks NAME."""
 
 
 @script(
     "clocher bench quality",
     *PLACE,
-    option(
-        "--task", PATH, "name or file of JSON lines", name="tasks", multiple=True, required=True
-    ),
-    option("--data", PATH, "file of a named task, or directory of such files"),
+    option("--task", str, "name of a task", name="tasks", multiple=True, required=True),
+    option("--data", PATH, "file of a task, or directory of such files"),
     option("--limit", COUNT, "score the first LIMIT items"),
     option("--shots", click.IntRange(0), "examples in a prompt; default: 5 for gsm8k, else none"),
     switch("--run-code", "let humaneval run programs that the model wrote, as the current user"),
@@ -138,20 +128,20 @@ python -m clocher_runtime.adapters.lm_eval_model --tasks NAME."""
     option("--context", COUNT, "tokens of the longest text; default: the model's, at most 4096"),
     *OPTIONS,
     examples=(
-        ("the embedded model", "clocher bench quality --task questions.jsonl"),
+        ("the embedded model", "clocher bench quality --task hellaswag --data DIR"),
         (
             "two tasks; run it again to continue",
             "clocher bench quality MODEL --task mmlu --task gsm8k --data DIR --keep done.jsonl",
         ),
         (
             "what 4 bits cost",
-            "clocher bench quality models/llama --task questions.jsonl --precision int4w",
+            "clocher bench quality models/llama --task mmlu --data DIR --precision int4w",
         ),
     ),
     epilog="Killed at any moment, a run with --keep loses a few items; run it again to go on.",
     help=_ABOUT_TASK,
 )
-def quality(console: Console, tasks: tuple[Path, ...], keep: Path | None, **how: Any) -> None:
+def quality(console: Console, tasks: tuple[str, ...], keep: Path | None, **how: Any) -> None:
     """Score the items of tasks; print their lines, and a table."""
     from clocher_runtime.api import LanguageModel
     from clocher_runtime.disk.strict_json import finite
@@ -165,11 +155,11 @@ def quality(console: Console, tasks: tuple[Path, ...], keep: Path | None, **how:
     with console.counting() as tell, scored(config) as (session, tokenizer, facts):
         complete = LanguageModel(session.model, session, tokenizer).complete_each
         for task, each in zip(tasks, asked, strict=True):
-            about = {"task": str(task), **facts, "context": session.context, **each.facts}
-            progress = partial(tell, task.name)
+            about = {"task": task, **facts, "context": session.context, **each.facts}
+            progress = partial(tell, task)
             found = run_task(each, session, tokenizer, Kept(keep, about), progress, complete)
             click.echo(json.dumps(finite({**about, **found})))
-            rows += _table_rows(task.name, found)
+            rows += _table_rows(task, found)
     console.note("\n".join(["task            metric                   value  ±     items", *rows]))
 
 
@@ -195,13 +185,6 @@ def _table_rows(task: str, found: dict[str, Any]) -> Iterator[str]:
     ),
     option("--documents", COUNT, "score at most DOCUMENTS documents"),
     *engine_options(*NUMERICS, of=WEIGHTS_ALONE, envvar=None),
-    option(
-        "--manifest",
-        FILE,
-        "manifest that a model was converted with",
-        multiple=True,
-        name="manifests",
-    ),
     option(
         "--act-prec",
         click.Choice(["fp32", "default"]),
@@ -239,10 +222,7 @@ def _table_rows(task: str, found: dict[str, Any]) -> Iterator[str]:
     },
 )
 def gate(console: Console, **options: Any) -> int:
-    """Judge quantised models against the float model they were made from, on held-out text.
-
-    A MODEL is a directory, or a quantisation manifest, which is applied to the reference.
-    """
+    """Judge quantised models against the float model they were made from, on held-out text."""
     from clocher_runtime.command.ptq import judge
 
     return judge(console, options)

@@ -114,7 +114,6 @@ FLAGS: tuple[click.Parameter, ...] = (
         "Least cosine of each quantised tensor with the float one; below it: rejected.",
     ),
     option("--threads", COUNT, "Default: all usable cores."),
-    switch("--no-hash", "Record a hash of each file's first MiB alone."),
     switch("--dry-run", "Print the plan, write nothing."),
 )
 

@@ -5,14 +5,11 @@ from typing import Any
 
 import click
 
-from clocher_kernels.errors import UsageError
 from clocher_runtime.command.console import Console
 from clocher_runtime.command.flags import engine_options, option, place, script
 from clocher_runtime.command.parameters import COUNT
 from clocher_runtime.config.engine import NUMERICS
 from clocher_runtime.exit_codes import ExitCode
-
-_OF_GENERATE = ("max_new", "temperature", "top_p", "seed")
 
 
 @script(
@@ -32,10 +29,6 @@ _OF_GENERATE = ("max_new", "temperature", "top_p", "seed")
     option("--context", COUNT, "tokens of the longest row; default: the model's, at most 4096"),
     *engine_options(*NUMERICS, envvar=None),
     option("--address", str, "of a Ray cluster; default: a local one", envvar="RAY_ADDRESS"),
-    option("--max-new", COUNT, "generate: tokens of a row that does not say; default: 64"),
-    option("--temperature", click.FloatRange(0), "generate: of a row that does not say"),
-    option("--top-p", click.FloatRange(0, 1), "generate: of a row that does not say"),
-    option("--seed", click.IntRange(0), "generate: plus the row's number: its seed; default: 0"),
     examples=(
         ("texts, on all CPUs of this machine", "clocher ray generate prompts.jsonl out"),
         (
@@ -73,12 +66,6 @@ def ray(console: Console, task: str, out_dir: Path, address: str | None, **given
 
     loaded = {key: given.pop(key) for key in ("context", *NUMERICS)}
     options = {key: value for key, value in loaded.items() if value is not None}
-    drawn = {key: given.pop(key) for key in _OF_GENERATE}
-    sampling = {key: value for key, value in drawn.items() if value is not None}
-    if task == "generate":
-        options["sampling"] = sampling
-    elif sampling:
-        raise UsageError(f"--{min(sampling).replace('_', '-')} is for generate; leave it out")
     job = Job(task, source=given.pop("in"), out=out_dir, options=options, **given)
     with console.counting() as tell:
         outcome = run_job(job, address, lambda done, total: tell("rows", done, total))
