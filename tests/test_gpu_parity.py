@@ -96,7 +96,7 @@ MISSING = {
 
 @pytest.mark.parametrize(("spec", "case"), list(MISSING.values()), ids=map(str, MISSING))
 def test_what_is_said_to_have_no_kernel_is_refused(spec: OpSpec, case: Case) -> None:
-    blocks = "no CUDA kernel reads ggml's blocks .* clocher quantize"
+    blocks = "no CUDA kernel reads ggml's blocks .* clocher quantize|linear: no CUDA kernel adds"
     with pytest.raises(UnsupportedOp, match=f"^{spec.name}: no CUDA kernel .* 16-bit$|^{blocks}"):
         run_interpreted(OpRun(spec, case))
 

@@ -342,6 +342,10 @@ def linear(
     """
     if x_scale is not None and not sums_exactly(w.format, group):
         raise no_codes("linear", w)
+    if "lora_x" in after:
+        raise UnsupportedOp(
+            "linear: no CUDA kernel adds lora_x; multiply it by a linear of its own"
+        )
     call = Linear(x, w, y, device, x_scale, Tail(**after))
     return (few if len(x) <= MOST_SLICED else gemm)(call)
 

@@ -1,6 +1,7 @@
 """Matrix products: y = x W^T with W in any format, and block-sparse rows."""
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Annotated, Any
 
 import numpy as np
@@ -36,6 +37,8 @@ Weight = Annotated[QuantTensor, Matrix("N K")]
 Bias = Annotated[Array | None, Vector("N")]
 Times = Annotated[Array | None, In("M F", narrow=True)]
 Residual = Annotated[Array | None, In("M N")]
+LoraX = Annotated[Array | None, In("M L")]
+LoraB = Annotated[Array | None, Vector("N L")]
 Sums = Annotated[Array, Out("M N", narrow=True)]
 
 _COVERED = {
@@ -89,12 +92,16 @@ def linear(
     bias: Bias = None,
     times: Times = None,
     residual: Residual = None,
+    lora_x: LoraX = None,
+    lora_b: LoraB = None,
     y: Sums,
     activation: str = "none",
     cap: float = 1.0,
     group: int = 0,
 ) -> None:
     """Multiply by a stored weight: y = activation(x decode(w)^T + bias) * times + residual.
+
+    LoRA adapters add lora_x lora_b^T to the sums, before the bias.
 
     int8 activations are x * x_scale. With ternary weights and one scale a token the sum is exact:
     that of the codes' products is an int32; then come fp32 roundings in this order: x_scale * the
@@ -110,6 +117,7 @@ def linear(
         x_scale: [M, B] fp32; B = ceil(K / group), or 1.
         times: [M, F] fp32, what the activated sums are multiplied by: F = N, or 1 for a factor of
             each token.
+        lora_x: [M, L] fp32: x A^T of adapters, scaled; lora_b: [N, L], their B.
         activation: "none", "silu", "gelu", "gelu_tanh", "relu2", "sigmoid" or "tanh", as
             `activate` has them. It makes no number of what is not finite.
         cap: of "tanh", positive: cap * tanh(sum / cap).
@@ -124,6 +132,8 @@ def linear(
     else:
         wide = x.astype(np.float64) if x_scale is None else dequantize(x, x_scale, group)
         total = wide @ w.stored().astype(np.float64).T
+    if lora_x is not None and lora_b is not None:
+        total = total + lora_x.astype(np.float64) @ lora_b.T
     finish(total, y, bias, times, residual, activation, cap)
 
 
@@ -216,6 +226,8 @@ def wide(options: Mapping[str, Any], n: int) -> dict[str, int]:
 _Shape = tuple[str, int, int, int, dict[str, Any]]
 """Name, M, N, K and options."""
 
+_NO_LORA = {"cuda": "adapters are added there by calls of their own"}
+
 _SHAPES: tuple[_Shape, ...] = (
     ("aligned-m1", 1, 64, 256, {}),
     ("aligned-m4", 4, 64, 256, {"bias": True, "residual": True}),
@@ -277,6 +289,14 @@ def _cases() -> Iterator[Case]:
             n, k = _possible(fmt, n, k)
             group = groups[i % len(groups)]
             yield _case_of_codes(f"{fmt}-{name}", fmt, m, n, k, group, options, turn)
+    for m, n, rank in ((1, 37, 5), (37, 52, 16), (70, 64, 33)):
+        more = {"bias": True, "act": "silu", "times": "N", "residual": True}
+        more |= {"lora_x": True, "lora_b": True}
+        sizes = {"M": m, "N": n, "K": 96, "L": rank, "F": n}
+        case = f"lora-m{m}-n{n}-k96-l{rank}"
+        yield Case(case, sizes, bent(more), {"w": "f32"}, more, missing=_NO_LORA)
+        coded = _case_of_codes(case, "int8_row_bf16", m, n, 96, 0, more)
+        yield replace(coded, sizes={**coded.sizes, "L": rank})
     for k in (64, 1041):
         yield _case_of_codes("large-ternary-m70", "ternary", 70, 20, k, 0, {"residual": True})
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from typing import NamedTuple
 
 from clocher_kernels.formats import Ggml, Int4, Int8, Mxfp4, Tcq, Ternary
@@ -39,12 +40,13 @@ class Adapted(NamedTuple):
     scales: str
 
 
-def adapt(plan: Plan, linears: Mapping[str, Adapted]) -> Plan:
+def adapt(plan: Plan, linears: Mapping[str, Adapted], in_linears: bool = False) -> Plan:
     """Let linears add (x A^T * s) B^T of all adapters at once; `linears` by weight.
 
     A [rank, K] and B [N, rank] are those of the adapters one after the other: "lora.a.W" and
     "lora.b.W" of weight W. s is a row of the table [1 + adapters, rank], zero but for the adapter
-    that the input "adapters", i32 [M], names for the token; 0 is none.
+    that the input "adapters", i32 [M], names for the token; 0 is none. `in_linears`: those that
+    are no `bsr_linear` add it themselves, else calls behind them do.
     """
     if not linears:
         return plan
@@ -58,21 +60,34 @@ def adapt(plan: Plan, linears: Mapping[str, Adapted]) -> Plan:
     for rank, table in dict.fromkeys(linears.values()):
         args = {"ids": "adapters", "table": table, "y": scratch(f"{table}.of_token", rank)}
         calls.append(Call("embed", args, {"scale": 1.0}))
-    for call in plan.calls:
-        each = linears.get(call.args.get("w", ""))
-        size = buffers[call.args["y"]].shape[-1] if each else 0
-        calls += _adding(call, each, size, scratch) if each else [call]
+    smalls: dict[str, str] = {}
+    for i, call in enumerate(plan.calls):
+        weight, x = call.args.get("w", ""), call.args.get("x", "")
+        if weight in linears and weight not in smalls:
+            # Of all that read the same x, one after the other: threads meet once behind them.
+            same = takewhile(lambda c, x=x: "w" in c.args and c.args["x"] == x, plan.calls[i:])  # type: ignore[misc]
+            for place, w in enumerate(c.args["w"] for c in same if c.args["w"] in linears):
+                rank, table = linears[w]
+                smalls[w] = scratch(f"{LORA}x{rank}.{place}", rank)
+                down = {"x": x, "w": f"{LORA}a.{w}", "times": f"{table}.of_token", "y": smalls[w]}
+                calls.append(Call("linear", down))
+        if weight not in linears:
+            calls.append(call)
+        elif in_linears and call.op == "linear":
+            own = {"lora_x": smalls[weight], "lora_b": f"{LORA}b.{weight}"}
+            calls.append(replace(call, args={**call.args, **own}))
+        else:
+            size = buffers[call.args["y"]].shape[-1]
+            calls += _adding(call, smalls[weight], size, scratch)
     named = (name for call in calls for name in call.args.values() if name.startswith(LORA))
     weights = dict.fromkeys((*plan.weights, *(name for name in named if name not in buffers)))
     return replace(plan, buffers=buffers, calls=tuple(calls), weights=tuple(weights))
 
 
-def _adding(call: Call, each: Adapted, size: int, scratch: Callable[[str, int], str]) -> list[Call]:
+def _adding(call: Call, small: str, size: int, scratch: Callable[[str, int], str]) -> list[Call]:
     """Return a linear to `size` columns, and what adds the adapters' part to its sum."""
-    args, weight = call.args, call.args["w"]
-    small = scratch(f"{LORA}x{each.rank}", each.rank)
-    down = {"x": args["x"], "w": f"{LORA}a.{weight}", "times": f"{each.scales}.of_token"}
-    up = {"x": small, "w": f"{LORA}b.{weight}"}
+    args = call.args
+    up = {"x": small, "w": f"{LORA}b.{args['w']}"}
     after = {name: args[name] for name in ("times", "residual") if name in args}
     first, last, y = call, list[Call](), args["y"]
     if "activation" in call.attrs:  # it and what follows it come after the addition
@@ -83,7 +98,7 @@ def _adding(call: Call, each: Adapted, size: int, scratch: Callable[[str, int], 
     elif "times" in after:
         up["times"] = after["times"]
     up |= {"residual": y, "y": y}
-    return [first, Call("linear", {**down, "y": small}), Call("linear", up), *last]
+    return [first, Call("linear", up), *last]
 
 
 def act_group(fmt: Format) -> int:

@@ -13,7 +13,18 @@ import numpy as np
 from clocher_kernels.formats import Int4, Ternary
 from clocher_kernels.formats.base import Format
 from clocher_kernels.ops.contract import EXACT, FP32, Case, In, OpSpec, Out, Real, Value, Vector
-from clocher_kernels.ops.linear import Bias, Residual, Sums, Times, Weight, bent, linear, wide
+from clocher_kernels.ops.linear import (
+    Bias,
+    LoraB,
+    LoraX,
+    Residual,
+    Sums,
+    Times,
+    Weight,
+    bent,
+    linear,
+    wide,
+)
 from clocher_kernels.ops.quantize import BITNET, groups_of, quantize
 
 Array = np.ndarray
@@ -41,6 +52,8 @@ def skip_linear(
     bias: Bias = None,
     times: Times = None,
     residual: Residual = None,
+    lora_x: LoraX = None,
+    lora_b: LoraB = None,
     y: Sums,
     activation: str = "none",
     cap: float = 1.0,
@@ -61,6 +74,7 @@ def skip_linear(
     Source: that zeros of a ReLU need not be computed is of "Deja Vu" (arXiv 2310.17157).
     """
     after: dict[str, Any] = {"bias": bias, "times": times, "residual": residual}
+    after |= {"lora_x": lora_x, "lora_b": lora_b}
     after |= {"activation": activation, "cap": cap, "group": group}
     linear(x=x, x_scale=x_scale, w=w, y=y, **after)
 

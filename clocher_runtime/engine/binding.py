@@ -8,6 +8,7 @@ from clocher_kernels.errors import UsageError
 from clocher_kernels.ops.contract import has_codes
 from clocher_kernels.ops.rewrite import round_activations, skip_zeros
 from clocher_kernels.plan import Executor
+from clocher_kernels.quant_tensor import QuantTensor
 from clocher_runtime.config.engine import EngineConfig
 from clocher_runtime.engine.arguments import one_of
 from clocher_runtime.engine.backends import BACK_ENDS, Progress, make_executor
@@ -72,9 +73,13 @@ def bind(
         plan = round_activations(plan, act_prec)
     if backend == "cpu":
         plan = skip_zeros(plan, formats, scope)
+    weights = {**model.weights, **(adapters.weights if adapters else {})}
+    for name in {call.args.get("lora_b", "") for call in plan.calls} - {""}:
+        if isinstance(b := weights[name], QuantTensor):
+            weights[name] = b.decode()
     executor = make_executor(
         plan,
-        {**model.weights, **(adapters.weights if adapters else {})},
+        weights,
         config,
         copied=scope if scoped else frozenset(),
         progress=progress,

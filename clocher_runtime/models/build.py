@@ -29,9 +29,10 @@ def build_plan(
     """Build the forward pass of a model. Outputs: logits [R, V], sampled [R].
 
     `formats`: by tensor name; ternary matrices get int8 activations; `adapted`: by weight, what
-    LoRA adapters change; `buffers`: they are in the host's memory. Raises OutOfMemory.
+    LoRA adapters change; `buffers`: they are in the host's memory, and its linears add adapters
+    themselves. Raises OutOfMemory.
     """
-    plan = lay_out(spec, formats, sizes, adapted)
+    plan = lay_out(spec, formats, sizes, adapted, buffers)
     require(
         table_bytes(spec, sizes.context) + (plan.scratch_bytes() if buffers else 0),
         "KV cache and buffers need",
@@ -51,9 +52,10 @@ def lay_out(
     formats: Mapping[str, Format],
     sizes: Sizes,
     adapted: Mapping[str, Adapted] = _NONE,
+    on_host: bool = True,
 ) -> Plan:
     """Return the Plan of `build_plan` without its rotary tables, for sizes of buffers."""
-    plan = adapt(Builder(spec, formats, sizes).build(), adapted)
+    plan = adapt(Builder(spec, formats, sizes).build(), adapted, on_host)
     return rotate(quantize_for_ternary(plan, formats), formats)
 
 

@@ -1,4 +1,4 @@
-"""What follows the sums of a product: y = activation(sum + bias) * times + residual.
+"""What follows the sums of a product: y = activation(sum + lora + bias) * times + residual.
 
 Kernels of products differ in how they come to sums; all of them hand a tile of sums over to
 `finish`, the only place that knows what is done with them.
@@ -7,12 +7,16 @@ Kernels of products differ in how they come to sums; all of them hand a tile of 
 from typing import Any
 
 import numpy as np
+from llvmlite import ir
 
 from clocher_kernels.errors import ShapeError
 from clocher_kernels.ops.elementwise import check_activation
 from cpu_fallback.lanes import language as v
-from cpu_fallback.lanes.jit import Kernel, device
+from cpu_fallback.lanes.isa import CURRENT
+from cpu_fallback.lanes.jit import Kernel, device, i64, void
 from cpu_fallback.ops.bind import BoundCall
+from cpu_fallback.ops.product import ROWS
+from cpu_fallback.team.large_pages import Kept
 
 _ROOT_HALF = np.float32(0.5**0.5)
 _CUBE = np.float32(0.044715)
@@ -99,6 +103,9 @@ _activate = v.caller(3)  # (kernel, address, how many, bits of the cap)
 @device
 def expect(a, token, tokens, row):
     """Ask for what `finish` will read; it lies rows apart, where no core looks ahead by itself."""
+    if a.lora_x and a.M < v.LANES:
+        for at in range(0, 64 * a.L, 64):
+            v.prefetch(a.lora_tiles + 4 * row * a.L + at)
     for t in range(token, token + tokens):
         at = 4 * (t * a.N + row)
         if a.times and a.F == a.N:
@@ -138,9 +145,73 @@ def finish(a, sums, pitch, token, tokens, row, count):
         v.store_up_to(a.y + at, value, count)
 
 
+_TOGETHER = 16 if CURRENT.avx512 else 4
+"""Tokens whose sums with an adapter are in registers together."""
+_turned: tuple[Kept[np.ndarray], Kept[np.ndarray]] = Kept(), Kept()
+
+
+def lora_tiles(call: BoundCall, rows: int) -> int:
+    """Return the address of `lora_b` of a call in tiles [N / rows, L, rows]; 0 without adapters.
+
+    Lanes are rows: K of the product is a rank, too short to be summed across lanes.
+    """
+    if not call.has("lora_b"):
+        return 0
+    b = call.array("lora_b")
+
+    def make() -> np.ndarray:
+        whole = np.pad(b, ((0, -len(b) % rows), (0, 0)))
+        return np.ascontiguousarray(whole.reshape(-1, rows, b.shape[1]).transpose(0, 2, 1))
+
+    return int(_turned[rows == v.LANES].of(b, "pack an adapter", make).ctypes.data)
+
+
+def _lora_tile(tokens: int, rows: int) -> Any:
+    """Return an intrinsic that adds x w to sums; x [tokens, rank], w [rank, rows]."""
+    kind = ir.VectorType(v.FLOAT, rows)
+
+    def tile(b, sums, x, w, rank):
+        places = [v.behind(b, sums, 4 * rows * t) for t in range(tokens)]
+        slots = v.variables(b, (v.emit_load(b, kind, place) for place in places))
+        with v.loop(b, 0, rank, 1) as (i, _):
+            column = v.emit_load(b, kind, v.emit_at(b, w, i, 4 * rows))
+            for t, slot in enumerate(slots):
+                at = v.emit_at(b, x, v.emit_at(b, i, rank, t), 4)
+                value = v.spread(b, kind, v.emit_load(b, v.FLOAT, at))
+                b.store(v.emit_fma(b, column, value, b.load(slot)), slot)
+        for slot, place in zip(slots, places, strict=True):
+            v.emit_store(b, b.load(slot), place)
+
+    return v.op(void, *[i64] * 4)(tile)
+
+
+def _lora(rows: int) -> Any:
+    """Return the device that adds what adapters do to sums [tokens, rows]."""
+    many, one = _lora_tile(_TOGETHER, rows), _lora_tile(1, rows)
+
+    @device
+    def add(a, sums, token, tokens, row):
+        w, t = a.lora_tiles + 4 * row * a.L, np.int64(0)
+        while t < tokens:
+            x, at = a.lora_x + 4 * (token + t) * a.L, sums + 4 * rows * t
+            if t + _TOGETHER <= tokens:
+                many(at, x, w, a.L)
+                t += _TOGETHER
+            else:
+                one(at, x, w, a.L)
+                t += 1
+
+    return add
+
+
+add_lora, _add_lora_16 = _lora(ROWS), _lora(v.LANES)
+
+
 @device
 def write_rows(a, sums, token, tokens, row):
     """Write up to 16 rows of some tokens, whose sums are [tokens, 16]."""
+    if a.lora_x:
+        _add_lora_16(a, sums, token, tokens, row)
     finish(a, sums, 16, token, tokens, row, min(16, a.N - row))
 
 

@@ -12,7 +12,14 @@ from cpu_fallback.lanes.record import executes
 from cpu_fallback.ops import product
 from cpu_fallback.ops.bind import BoundCall, share, within
 from cpu_fallback.ops.decode import weight_record
-from cpu_fallback.ops.epilogue import activation_of, expect, finish, write_rows
+from cpu_fallback.ops.epilogue import (
+    activation_of,
+    add_lora,
+    expect,
+    finish,
+    lora_tiles,
+    write_rows,
+)
 from cpu_fallback.ops.quantize import check_groups
 from cpu_fallback.ops.stream import FEW, Stored, stored
 from cpu_fallback.team.tape import EPOCH, Launch
@@ -88,6 +95,7 @@ class Tiled(NamedTuple):
     of_strip: int  # address of the kernel that multiplies a strip; 0 if there are none
     stride: int  # bytes of a tile from strip to strip
     strip_bytes: int  # of a strip
+    lora_tiles: int  # see `epilogue.lora_tiles`
 
 
 def has_codes(call: BoundCall) -> bool:
@@ -136,25 +144,29 @@ def tiled(call: BoundCall, columns: str, most: int) -> tuple[Tiled, Tiles]:
         of_strip=strip_product_of(tiles.layout, group) if strips else 0,  # type: ignore[arg-type]
         stride=stride_of(tiles.layout) if strips else 0,
         strip_bytes=strip_bytes(tiles.layout) if strips else 0,
+        lora_tiles=lora_tiles(call, v.LANES),
     ), tiles
 
 
 _SHARES = 16
+_FEW_ROWS = 64
 _LARGE = 1 << 18  # Weights from which a product takes longer than it takes threads to share it
 _LARGE_TILES = 1 << 17  # The same in bytes of tiles
 
 
 Decoded = NamedTuple(  # a weight as it is stored, and what its sums go through
-    "Decoded", [*Stored.__annotations__.items(), ("activate", int)]
+    "Decoded", [*Stored.__annotations__.items(), ("activate", int), ("lora_tiles", int)]
 )
 
 
 @executes("linear", Decoded)
 def linear(a, rank, size, scratch):
-    """Multiply fp32 activations; each thread has a contiguous range of output rows."""
-    m, n, k = a.M, a.N, a.K
+    """Multiply fp32 activations; each thread has a range of output rows, or of many tokens."""
+    m, n, k, start = a.M, a.N, a.K, np.int64(0)
     first, last = share((n + product.ROWS - 1) // product.ROWS, rank, size)
-    start = 0
+    if n <= _FEW_ROWS and m >= product.TOKENS:  # the weight costs less to read twice than they do
+        first, last = np.int64(0), (n + product.ROWS - 1) // product.ROWS
+        start, m = share(m, rank, size)
     while start < m:
         tokens = min(product.TOKENS, m - start)
         for t in range(tokens):
@@ -170,6 +182,8 @@ def linear(a, rank, size, scratch):
             product.multiply(kernel, a.weight, 0, row, rows, tokens, scratch)
             for r in range(0, rows, product.ROWS):
                 sums = scratch + product.SUMS + 4 * product.TOKENS * r
+                if a.lora_x:
+                    add_lora(a, sums, start, tokens, row + r)
                 finish(a, sums, product.ROWS, start, tokens, row + r, min(product.ROWS, rows - r))
             row += rows
         start += tokens
@@ -295,9 +309,8 @@ def _linear(call: BoundCall) -> list[Launch]:
         shares = SHARES if tiles.data.nbytes >= _LARGE_TILES else 1
         return [call.launch(linear_of_codes, own, panels_room(own), shares)]
     shares = _SHARES if call.dim("N") * call.dim("K") >= _LARGE else 1
-    return [
-        call.launch(linear, Decoded(*stored(call), activation_of(call)), product.SCRATCH, shares)
-    ]
+    own = Decoded(*stored(call), activation_of(call), lora_tiles(call, product.ROWS))
+    return [call.launch(linear, own, product.SCRATCH, shares)]
 
 
 LOWER = {
