@@ -290,6 +290,13 @@ def test_a_killed_run_goes_on_and_gives_the_same_bytes(tmp_path):
             assert same({name: file.tensor(name) for name in whole.tensors}, whole.tensors)
 
 
+def test_only_what_is_held_out_measures():
+    text = make_text([[1, 2], [3], [4, 5, 6]], held_out=2)
+    judged = text.judged()
+    assert judged.ids.tolist() == text.ids[text.held].tolist()
+    assert sum(judged.lengths) == len(judged.ids) < 6 and judged.held.all()
+
+
 def test_the_seed_chooses_what_is_held_out():
     text = [[1, 2, 3]] * 40
     held = [make_text(text, seed).held for seed in (0, 0, 1)]
