@@ -279,6 +279,7 @@ def test_a_killed_run_goes_on_and_gives_the_same_bytes(tmp_path):
     )
     assert broken.records == expected
     assert same(whole.tensors, broken.tensors)
+    assert layers[0][0] == 0, "what begins is told, for it may take minutes"
     assert layers[-1][0] == 5, "layer 5 has nothing to do"
 
     for _ in range(2):
@@ -287,6 +288,13 @@ def test_a_killed_run_goes_on_and_gives_the_same_bytes(tmp_path):
             assert file.records == expected
             file.finish()
             assert same({name: file.tensor(name) for name in whole.tensors}, whole.tensors)
+
+
+def test_only_what_is_held_out_measures():
+    text = make_text([[1, 2], [3], [4, 5, 6]], held_out=2)
+    judged = text.judged()
+    assert judged.ids.tolist() == text.ids[text.held].tolist()
+    assert sum(judged.lengths) == len(judged.ids) < 6 and judged.held.all()
 
 
 def test_the_seed_chooses_what_is_held_out():

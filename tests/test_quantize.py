@@ -111,6 +111,11 @@ def test_the_gate_measures_before_and_after_and_decides(
     assert [path.name for path in bad.iterdir()] == ["q4_manifest.rejected.json"]
     assert run(quantize, two_layers, bad, *few, *LOOSE, "--min-tokens", 10**6) == 9
     assert "judge it with more text" in capsys.readouterr().err
+    calibrated = (*few, "--calib-text", VALID, "--samples", 4, "--seq-len", 64, *LOOSE)
+    assert run(quantize, two_layers, bad, *calibrated, "--max-kld", 1e-9) == 8
+    assert "looser limit, which does not calibrate again" in capsys.readouterr().err
+    assert run(quantize, two_layers, bad, *calibrated) == 0
+    assert "goes on where" in capsys.readouterr().err
 
 
 def test_interrupted_between_manifest_and_model_it_goes_on(
@@ -386,6 +391,7 @@ def test_help_is_made_without_what_works() -> None:
     code = (
         "import sys; from clocher_runtime.subcommands.table import dispatch\n"
         f"for name in {names!r}: assert dispatch([name, '--help']) == 0\n"
+        "import os; assert os.environ['OPENBLAS_THREAD_TIMEOUT'], 'set before numpy loads'\n"
         "slow = {'numpy', 'rich', 'numba', 'tokenizers', 'huggingface_hub'} & set(sys.modules)\n"
         "sys.exit(', '.join(sorted(slow)) or 0)"
     )
@@ -414,7 +420,12 @@ def test_progress_of_a_long_job_is_a_few_lines_in_units_that_fit(
         tell_count("hashing", 1, 3)
         now += console._FIRST_WORD_S
         tell_count("hashing", 2, 3)
-    assert capsys.readouterr().err.splitlines() == ["x: hashing: 66 %, 5 s"]
+        bar = tell_count.func.__self__._bar  # type: ignore[attr-defined]
+        for layer in range(3):
+            tell_count("layers of a minute", layer, 4)
+            now += 60
+        assert bar.tasks[0].time_remaining == 120
+    assert capsys.readouterr().err.splitlines()[0] == "x: hashing: 66 %, 5 s"
 
 
 def test_a_model_by_its_place_or_by_its_flag(

@@ -279,6 +279,7 @@ class Console:
             progress.TimeRemainingColumn(),
             progress.TextColumn("{task.description}", markup=False),
             console=console.Console(file=self._notes.stream),
+            speed_estimate_period=1e9,  # a layer may take minutes
             transient=True,
             disable=not self._notes.is_terminal,
         )

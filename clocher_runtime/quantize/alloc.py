@@ -273,26 +273,31 @@ def measure_units(
             f"tensor {missing[0]!r} cannot be measured: the {walk.spec.family} model does not "
             "multiply by it; leave it out of the plan"
         )
-    reference = walk.store(walk.spec.vocab_size)
-    for rows, logits in walk.logits():
+    # What measures goes through all layers for each unit, what fits only through its own.
+    judge = Walk(checkpoint, walk.text.judged(), threads)
+    judge.layers(range(walk.spec.num_layers))
+    reference = judge.store(walk.spec.vocab_size)
+    for rows, logits in judge.logits():
         reference[rows] = logits
         reference.release()
-    before = walk.store()
+    before = judge.store()
     walk.restart()
+    judge.restart()
     kld: dict[str, float] = {}
     for layer in range(walk.spec.num_layers):
-        before.take(walk.state)
+        before.take(judge.state)
         for name, unit in units.items():
             if name.partition(".")[0] != str(layer):
                 continue
-            walk.layer(layer, None, _quantise_unit(walk, layer, unit, fmt, threads, seed))
-            walk.advance()
-            walk.layers(range(layer + 1, walk.spec.num_layers))
-            kld[name] = _divergence(walk, reference)
-            walk.state.take(before)
+            judge.layer(layer, None, _quantise_unit(walk, layer, unit, fmt, threads, seed))
+            judge.advance()
+            judge.layers(range(layer + 1, walk.spec.num_layers))
+            kld[name] = _divergence(judge, reference)
+            judge.state.take(before)
             if progress is not None:
                 progress(len(kld), len(units), name)
         walk.layers([layer])
+        judge.layers([layer])
     return kld, importance, int(walk.text.held.sum())
 
 
@@ -353,15 +358,13 @@ def candidate_errors(
 
 
 def _divergence(walk: Walk, reference: RowStore) -> float:
-    """Return the mean KL divergence of the held-out tokens from the reference's logits."""
+    """Return the mean KL divergence of the tokens from the reference's logits."""
     total = 0.0
     for rows, logits in walk.logits():
-        held = walk.text.held[rows]
-        if held.any():
-            ids = [0] * (1 + int(held.sum()))  # the true tokens do not matter
-            total += float(score_window(reference[rows][held], logits[held], ids).kld.sum())
+        ids = [0] * (1 + len(logits))  # the true tokens do not matter
+        total += float(score_window(reference[rows], logits, ids).kld.sum())
         reference.release()
-    return total / int(walk.text.held.sum())
+    return total / len(walk.text.ids)
 
 
 class _Importance(Observer):

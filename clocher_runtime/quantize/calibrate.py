@@ -222,6 +222,7 @@ def calibrate(
             break
         part = part_of(layer_name(index, ""))
         job = LayerJob(walk, left.pop(part), threads, seed) if part in left else None
+        tell(index, total, part)
         walk.layer(index, job)
         if job:
             finish(job)
@@ -229,6 +230,7 @@ def calibrate(
         tell(index + 1, total, part)
     if left:
         job = LayerJob(walk, left.pop("rest"), threads, seed)
+        tell(total - 1, total, "rest")
         walk.head_inputs(job)
         finish(job)
         tell(total, total, "rest")

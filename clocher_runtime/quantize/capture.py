@@ -50,6 +50,12 @@ class Text(NamedTuple):
     lengths: tuple[int, ...]  # tokens of each sequence
     held: np.ndarray  # whether a token's sequence is held out from fitting, [T] bool
 
+    def judged(self) -> "Text":
+        """Return the sequences that are held out."""
+        starts = np.cumsum((0, *self.lengths[:-1]))
+        lengths = tuple(n for n, at in zip(self.lengths, starts, strict=True) if self.held[at])
+        return Text(self.ids[self.held], lengths, self.held[self.held])
+
     def chunks(self, limit: int) -> Iterator[tuple[slice, tuple[int, ...]]]:
         """Yield runs of whole sequences of at most `limit` tokens: (tokens, lengths)."""
         start = 0

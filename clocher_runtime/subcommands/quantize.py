@@ -19,19 +19,22 @@ if TYPE_CHECKING:
     from clocher_runtime.checkpoints.checkpoint import Checkpoint
     from clocher_runtime.quantize.job import Outcome
 
+# Before numpy loads: waiting threads of its OpenBLAS would spin for 2^26 cycles, beside ours.
+os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "20")
+
 MANIFEST = "q4_manifest.json"
 """In the output directory: method and quality of each tensor."""
 LIMITS = ("float", "int8", "kv", "fp8", "int4")
 FORMATS = ("int4", "int8", "fp8", "fp8_e5m2", "mxfp4", "ternary", "tcq2", "tcq3", "tcq4", "tcq5")
 
 _NEXT = {
-    "fail": "try --calib-text, or more bits, or loosen a limit",
-    "undecided": "judge it with more text, or loosen a limit",
+    "fail": "try --calib-text, or more bits, or a looser limit",
+    "undecided": "judge it with more text, or a looser limit",
 }
 
 PTQ_CODES = {
     ExitCode.OK: "done (and the gate, if there is one, accepts it); or --dry-run",
-    ExitCode.REJECTED: "the gate rejects: there is a manifest NAME.rejected.json, nothing else",
+    ExitCode.REJECTED: "the gate rejects: there is a manifest NAME.rejected.json, no model",
     ExitCode.UNDECIDED: "the gate is undecided and needs more text: as 8",
     ExitCode.INTERRUPTED: "interrupted; run it again to go on after the last finished layer",
 }
@@ -180,7 +183,8 @@ def quantize(
         return ExitCode.OK
     outcome = quantised(console, job, plan)
     if outcome.verdict != "pass":
-        console.note(f"no model was written: {_NEXT[outcome.verdict]}")
+        again = ", which does not calibrate again" if job.calibration else ""
+        console.note(f"no model was written: {_NEXT[outcome.verdict]}{again}")
         return verdict_code(outcome.verdict)
     conversion = plan_conversion(source, out_dir, outcome.path, lambda _: job.checkpoint)
     run_conversion(console, conversion, verify)
