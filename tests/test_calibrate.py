@@ -279,7 +279,7 @@ def test_a_killed_run_goes_on_and_gives_the_same_bytes(tmp_path):
     )
     assert broken.records == expected
     assert same(whole.tensors, broken.tensors)
-    assert layers[0][0] == 0, "what begins is told, for it may take minutes"
+    assert layers[0][0] == 0, "a layer is shown as it begins: it may take minutes"
     assert layers[-1][0] == 5, "layer 5 has nothing to do"
 
     for _ in range(2):
