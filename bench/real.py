@@ -38,10 +38,11 @@ from clocher_runtime.command.loading import load
 from clocher_runtime.command.parameters import COUNT, PATH
 from clocher_runtime.config.engine import EngineConfig
 from clocher_runtime.disk.files import read_text
+from clocher_runtime.disk.kept import Kept
 from clocher_runtime.disk.output_file import replacing
 from clocher_runtime.disk.strict_json import parse_object
 from clocher_runtime.quality.speed import Case
-from clocher_runtime.quality.tasks import TASKS, Kept, Prompted, read_task, run_task
+from clocher_runtime.quality.tasks import TASKS, Prompted, read_task, run_task
 from clocher_runtime.subcommands.quality import scored
 from clocher_runtime.text.tokenizer import Tokenizer
 from cpu_fallback.lanes.isa import CURRENT

@@ -29,6 +29,7 @@ from clocher_runtime.checkpoints import open_checkpoint
 from clocher_runtime.checkpoints.locate import embedded_model
 from clocher_runtime.command.flags import option
 from clocher_runtime.command.parameters import PATH
+from clocher_runtime.disk.kept import Kept
 from clocher_runtime.engine.load import model_spec
 from clocher_runtime.text.grammar import GrammarMaker
 from clocher_runtime.text.tokenizer import Tokenizer
@@ -123,6 +124,7 @@ def _asked(path: Path | None, schemas: Sequence[Any]) -> Row:
     MODEL_DIR,
     option("--data", PATH, "directory of MaskBench's files", required=True),
     option("--every", click.IntRange(1), "take every Nth of them", default=1),
+    option("--keep", PATH, "keeps what is done, so that a run that ended goes on"),
     option("--texts", click.IntRange(0), "ask the model for so many", default=0),
     title="JSON schemas",
 )
@@ -132,11 +134,14 @@ def main(asked: Any) -> Iterator[Row]:
     if not files:
         raise NotMeasured(f"{asked.data} has no .json files; give maskbench/data")
     masks = _Masks(open_checkpoint(asked.model_dir or embedded_model()))
+    kept = Kept(asked.keep, masks.size)
     suites: dict[str, list[Row]] = {"all": []}
     taken: list[Any] = []
     for path in files:
         one = json.loads(path.read_text(encoding="utf-8"))
-        found = masks.judge(one)
+        if kept.get(path.stem) is None:
+            kept.add(path.stem, masks.judge(one))
+        found = kept.get(path.stem)
         taken += [] if "refused" in found else [one["schema"]]
         name = re.split(r"---|[-_]\d", path.stem)[0]
         for suite in ("all", name):

@@ -11,6 +11,7 @@ from weight_files import rng as rng_of
 from clocher_kernels.errors import UsageError
 from clocher_kernels.formats import parse_format
 from clocher_runtime.checkpoints import open_checkpoint
+from clocher_runtime.disk.kept import Kept
 from clocher_runtime.quantize.alloc import (
     CANDIDATES,
     Option,
@@ -94,14 +95,15 @@ def test_units_are_what_is_decided_together(name, unit):
     assert unit_of(name) == unit
 
 
-def test_allocating_a_trained_model():
+def test_allocating_a_trained_model(tmp_path, monkeypatch):
     checkpoint = open_checkpoint(LLAMA)
     head = {"pattern": "lm_head.weight", "dtype": "int8w", "group": 32}
     plan = make_plan(checkpoint, LINEARS, head)
     text = sequences(checkpoint, 3, 40)
     seen = []
+    kept = Kept(tmp_path / "kept.jsonl", {})
     result, record = allocate(
-        checkpoint, plan, text, target_bpw=7.5, progress=lambda *a: seen.append(a)
+        checkpoint, plan, text, target_bpw=7.5, kept=kept, progress=lambda *a: seen.append(a)
     )
     assert 7.48 < result.size["quantised_bpw"] <= 7.5
     assert record["bpw"] == result.size["quantised_bpw"]
@@ -115,8 +117,13 @@ def test_allocating_a_trained_model():
         harms = [c["harm"] for c in unit["candidates"].values()]
         assert min(harms) > 0
         assert harms[-1] < 0.1 * harms[0]
-    again = allocate(checkpoint, plan, text, target_bpw=7.5)
+    again = allocate(checkpoint, plan, text, target_bpw=7.5, kept=Kept(None, {}))
     assert again == (result, record)
+    monkeypatch.setattr(
+        "clocher_runtime.quantize.alloc._quantise_unit", None
+    )  # nothing is measured
+    known = Kept(tmp_path / "kept.jsonl", {})
+    assert allocate(checkpoint, plan, text, target_bpw=7.5, kept=known) == again
     formats = {
         name: parse_format(unit["format"]) for unit in record["units"] for name in unit["tensors"]
     }
@@ -126,9 +133,9 @@ def test_allocating_a_trained_model():
     assert len(lines) == 2 + 4
     assert "5.down" in lines[2]
     with pytest.raises(UsageError, match=r"4\.2 cannot be met: .* 1 tensors keep the formats"):
-        allocate(checkpoint, plan, text, target_bpw=4.2)
+        allocate(checkpoint, plan, text, target_bpw=4.2, kept=known)
     with pytest.raises(UsageError, match="nothing to choose"):
-        allocate(checkpoint, make_plan(checkpoint, head), text, target_bpw=9)
+        allocate(checkpoint, make_plan(checkpoint, head), text, target_bpw=9, kept=known)
 
 
 def test_a_target_that_cannot_be_met_names_the_way_out():

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 from clocher_kernels.errors import FormatError, ModelNotFound, UsageError
+from clocher_runtime.disk.kept import Kept
 from clocher_runtime.quality import tasks
 from clocher_runtime.quality.likelihood import Likelihood, Question, Target, metrics
 from clocher_runtime.quality.run_program import passes
-from clocher_runtime.quality.tasks import TASKS, Asked, Kept
+from clocher_runtime.quality.tasks import TASKS, Asked
 from clocher_runtime.subcommands.quality import quality
 
 LLAMA = str(Path(__file__).parent / "data" / "clocher-tiny-llama")

@@ -19,6 +19,7 @@ from clocher_runtime.checkpoints.checkpoint import open_arrays
 from clocher_runtime.convert import trellis
 from clocher_runtime.convert.q4_map import parse_q4_map
 from clocher_runtime.convert.rounding import look_up, round_tensor, row_pieces
+from clocher_runtime.disk.kept import Kept
 from clocher_runtime.quantize import calibrate
 from clocher_runtime.quantize.alloc import TRELLISES, allocate
 from clocher_runtime.quantize.capture import Walk, make_text
@@ -191,7 +192,12 @@ def test_a_fraction_spreads_bits() -> None:
     rule = {"pattern": r".*layers\.5\..*_proj.*", "dtype": "tcq3", "method": "gptq"}
     text = sequences(checkpoint, 4, 64)
     plan, record = allocate(
-        checkpoint, make_plan(checkpoint, rule), text, target_bpw=3.4, threads=2
+        checkpoint,
+        make_plan(checkpoint, rule),
+        text,
+        target_bpw=3.4,
+        kept=Kept(None, {}),
+        threads=2,
     )
     assert 3.2 < plan.size["quantised_bpw"] <= 3.4
     assert {tensor.format.name for tensor in plan.tensors.values()} > {"tcq3"}

@@ -7,12 +7,9 @@ file for development or training beside them (for GSM8K the harness draws them).
 
 import gzip
 import io
-import json
-import os
 import re
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +17,7 @@ import msgspec
 
 from clocher_kernels.errors import FormatError, ModelNotFound, UsageError
 from clocher_runtime.disk.files import read_bytes
+from clocher_runtime.disk.kept import Kept
 from clocher_runtime.disk.strict_json import parse_lines
 from clocher_runtime.engine.session import Session
 from clocher_runtime.quality import likelihood
@@ -42,8 +40,6 @@ _IGNORED = re.compile(r"(?s)[,$]|.*#### ")
 _INVALID = "[invalid]"
 _BATCHES = 8
 """How many batches of items are done before they are kept."""
-_KEPT = b'{"item": "'
-"""How a line of what is kept begins."""
 
 _Line = Mapping[str, Any]
 
@@ -233,43 +229,6 @@ def _lines(path: Path, task: Task) -> list[tuple[str, Any]]:
     return found
 
 
-class Kept:
-    """Results of items in a file, by what was asked and under which settings."""
-
-    def __init__(self, path: Path | None, settings: dict[str, Any]) -> None:
-        """Read the file; a line that was not finished is cut off. Raises FormatError."""
-        self._path, self._settings = path, json.dumps(settings, sort_keys=True)
-        self._found: dict[str, Any] = {}
-        if path is not None:
-            path.touch()  # so that a file that cannot be written fails before the work
-            *lines, tail = read_bytes(path, MOST_BYTES).split(b"\n")
-            if not _KEPT.startswith(tail[: len(_KEPT)]):
-                lines.append(tail)
-            for line, where in parse_lines(b"\n".join(lines), path):
-                if line.keys() != {"item", "found"}:
-                    raise FormatError(f"{where}: not a line of --keep; give another file")
-                self._found[line["item"]] = line["found"]
-            # Not before every line is known to be one of these: it may be a file of the user's.
-            if tail:
-                os.truncate(path, path.stat().st_size - len(tail))
-
-    def add(self, item: Any, found: Any) -> None:
-        """Keep the result of an item."""
-        key = self._key(item)
-        self._found[key] = found
-        if self._path is not None:
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"item": key, "found": found}) + "\n")
-
-    def get(self, item: Any) -> Any:
-        """Return the result of an item, None if it is not there."""
-        return self._found.get(self._key(item))
-
-    def _key(self, item: Any) -> str:
-        asked = (item.context, item.stop, item.answer) if isinstance(item, Asked) else item
-        return sha256(f"{self._settings} {asked!r}".encode()).hexdigest()[:32]
-
-
 Complete = Callable[[Sequence[tuple[Any, Mapping[str, Any]]], Progress], Sequence[Any]]
 """Take prompts with their options, as `LanguageModel.complete_each`; return what has a `text`."""
 
@@ -287,7 +246,7 @@ def run_task(
     `complete` is needed by a task that generates.
     """
     scorer, items = Scorer(session, tokenizer), task.items
-    missing = [item for item in items if kept.get(item) is None]
+    missing = [item for item in items if kept.get(_key(item)) is None]
     size = _BATCHES * session.config.batch
     for first in range(0, len(missing), size):
         part = missing[first : first + size]
@@ -304,11 +263,16 @@ def run_task(
         else:
             found = likelihood.score_items(scorer, part, tell)
         for item, each in zip(part, found, strict=True):
-            kept.add(item, each)
-    every = [kept.get(item) for item in items]
+            kept.add(_key(item), each)
+    every = [kept.get(_key(item)) for item in items]
     if task.generates:
         return {"generated": means({name: [each[name] for each in every] for name in every[0]})}
     return likelihood.metrics(items, [[Likelihood(*pair) for pair in each] for each in every])
+
+
+def _key(item: Any) -> Any:
+    """Return what an item asks, which names its result."""
+    return (item.context, item.stop, item.answer) if isinstance(item, Asked) else item
 
 
 def _asked(item: Asked, session: Session, tokenizer: Tokenizer) -> tuple[Any, dict[str, Any]]:

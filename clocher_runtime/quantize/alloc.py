@@ -22,6 +22,7 @@ from clocher_kernels.quant_tensor import QuantTensor, encode
 from clocher_runtime.checkpoints.checkpoint import Checkpoint
 from clocher_runtime.convert import imx, trellis
 from clocher_runtime.convert.rounding import look_up, round_tensor
+from clocher_runtime.disk.kept import Kept
 from clocher_runtime.quality.compare import score_window
 from clocher_runtime.quantize.calibrate import LayerJob
 from clocher_runtime.quantize.capture import ExpertInputs, Observer, RowStore, Walk, make_text
@@ -141,19 +142,21 @@ def allocate(
     text_ids: Sequence[Sequence[int]],
     *,
     target_bpw: float,
+    kept: Kept,
     threads: int = 1,
     seed: int = 0,
     progress: Progress | None = None,
 ) -> tuple[QuantPlan, dict[str, Any]]:
     """Choose formats for the linears of the blocks to meet a size; other tensors keep theirs.
 
-    `target_bpw`: bits per weight of all tensors of the plan, scales included. Returns the new plan
-    and a record: target, size, price, and each unit's harms.
+    `target_bpw`: bits per weight of all tensors of the plan, scales included. `kept` has the
+    harm of units that an interrupted run measured. Returns the new plan and a record: target, size,
+    price, and each unit's harms.
     """
     room = room_of(plan, target_bpw)
     units, candidates, sizes = room.units, room.candidates, room.sizes
     kld, importance, tokens = measure_units(
-        checkpoint, units, candidates[0], text_ids, threads, seed, progress
+        checkpoint, units, candidates[0], text_ids, kept, threads, seed, progress
     )
     options = []
     for (name, unit), row in zip(units.items(), sizes, strict=True):
@@ -249,6 +252,7 @@ def measure_units(
     units: Units,
     fmt: Format,
     text_ids: Sequence[Sequence[int]],
+    kept: Kept,
     threads: int = 1,
     seed: int = 0,
     progress: Progress | None = None,
@@ -289,11 +293,13 @@ def measure_units(
         for name, unit in units.items():
             if name.partition(".")[0] != str(layer):
                 continue
-            judge.layer(layer, None, _quantise_unit(walk, layer, unit, fmt, threads, seed))
-            judge.advance()
-            judge.layers(range(layer + 1, walk.spec.num_layers))
-            kld[name] = _divergence(judge, reference)
-            judge.state.take(before)
+            if kept.get(name) is None:
+                judge.layer(layer, None, _quantise_unit(walk, layer, unit, fmt, threads, seed))
+                judge.advance()
+                judge.layers(range(layer + 1, walk.spec.num_layers))
+                kept.add(name, _divergence(judge, reference))
+                judge.state.take(before)
+            kld[name] = float(kept.get(name))
             if progress is not None:
                 progress(len(kld), len(units), name)
         walk.layers([layer])

@@ -19,6 +19,7 @@ from clocher_runtime.convert.q4_entries import ROUNDED, PlaneFile
 from clocher_runtime.convert.q4_map import Q4Map, load_q4_map, parse_q4_map, write_manifest
 from clocher_runtime.convert.rounding import round_tensor
 from clocher_runtime.disk.files import read_bytes
+from clocher_runtime.disk.kept import Kept
 from clocher_runtime.disk.strict_json import MAX_JSON_BYTES, parse_object
 from clocher_runtime.engine.load import load_model
 from clocher_runtime.quality.compare import Documents
@@ -132,9 +133,11 @@ def run_job(
         sections["calibration"] = dict(job.calibration.record)
     text = job.calibration.sequences if job.calibration else ()
     allocation: Mapping[str, Any] = {}
+    measured = job.out.with_name(f"{job.out.stem}.allocation.jsonl")
     if job.target_bpw is not None:
+        kept, more = Kept(measured, _fingerprint(job, plan, source)), settings("allocating")
         plan, allocation = allocate(
-            checkpoint, plan, text, target_bpw=job.target_bpw, **settings("allocating")
+            checkpoint, plan, text, target_bpw=job.target_bpw, kept=kept, **more
         )
         sections["allocation"] = allocation
     with PlaneFile(job.out, _fingerprint(job, plan, source)) as planes:
@@ -158,6 +161,8 @@ def run_job(
     path = job.out if verdict == "pass" else rejected_path(job.out)
     checkpoint.check_unchanged()
     write_manifest(path, document_of(rules, plan, done, file, sections))
+    if verdict == "pass":
+        measured.unlink(missing_ok=True)
     return Outcome(verdict, plan.size, path, done, evaluation, allocation, checks)
 
 

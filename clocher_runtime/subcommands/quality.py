@@ -144,8 +144,9 @@ other tasks: python -m clocher_runtime.adapters.lm_eval_model --tasks NAME."""
 def quality(console: Console, tasks: tuple[str, ...], keep: Path | None, **how: Any) -> None:
     """Score the items of tasks; print their lines, and a table."""
     from clocher_runtime.api import LanguageModel
+    from clocher_runtime.disk.kept import Kept
     from clocher_runtime.disk.strict_json import finite
-    from clocher_runtime.quality.tasks import Kept, read_task, run_task
+    from clocher_runtime.quality.tasks import read_task, run_task
 
     reading = [how.pop(name) for name in ("data", "shots", "limit", "run_code")]
     asked = [read_task(task, *reading) for task in tasks]

@@ -1,0 +1,51 @@
+"""Results of long work, kept line by line so that an interrupted run goes on."""
+
+import json
+import os
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from clocher_kernels.errors import FormatError
+from clocher_runtime.disk.files import read_bytes
+from clocher_runtime.disk.strict_json import parse_lines
+
+_MOST_BYTES = 1 << 30
+_BEGIN = b'{"item": "'
+"""How a line begins."""
+
+
+class Kept:
+    """Results of items in a file, by what was asked and under which settings."""
+
+    def __init__(self, path: Path | None, settings: Any) -> None:
+        """Read the file; a line that was not finished is cut off. Raises FormatError."""
+        self._path, self._settings = path, json.dumps(settings, sort_keys=True)
+        self._found: dict[str, Any] = {}
+        if path is not None:
+            path.touch()  # so that a file that cannot be written fails before the work
+            *lines, tail = read_bytes(path, _MOST_BYTES).split(b"\n")
+            if not _BEGIN.startswith(tail[: len(_BEGIN)]):
+                lines.append(tail)
+            for line, where in parse_lines(b"\n".join(lines), path):
+                if line.keys() != {"item", "found"}:
+                    raise FormatError(f"{where}: not a line of kept results; give another file")
+                self._found[line["item"]] = line["found"]
+            # Not before every line is known to be one of these: it may be a file of the user's.
+            if tail:
+                os.truncate(path, path.stat().st_size - len(tail))
+
+    def add(self, item: Any, found: Any) -> None:
+        """Keep the result of an item."""
+        key = self._key(item)
+        self._found[key] = found
+        if self._path is not None:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"item": key, "found": found}) + "\n")
+
+    def get(self, item: Any) -> Any:
+        """Return the result of an item, None if it is not there."""
+        return self._found.get(self._key(item))
+
+    def _key(self, item: Any) -> str:
+        return sha256(f"{self._settings} {item!r}".encode()).hexdigest()[:32]
