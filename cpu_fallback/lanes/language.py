@@ -87,10 +87,10 @@ def emit_e4m3_bits(b: Any, codes: Any) -> Any:
 
 
 def _e4m3(b: Any, codes: Any) -> Any:
-    magnitude = b.and_(b.sext(codes, _U16), constant(_U16, 0x7F))
-    nan = b.icmp_signed("==", magnitude, constant(_U16, 0x7F))
-    bits = b.select(nan, constant(_U16, 0x7E00), emit_e4m3_bits(b, codes))
-    return b.fmul(emit_half(b, bits), constant(F32, 256.0))
+    # Bit 14 is a copy of the sign. Only NaN, all ones, carries into it: then it must be set.
+    wide = b.shl(b.sext(codes, _U16), constant(_U16, 7))
+    carried = b.and_(b.add(wide, constant(_U16, 0x80)), constant(_U16, 0x4000))
+    return b.fmul(emit_half(b, b.xor(wide, carried)), constant(F32, 256.0))
 
 
 def _e8m0(b: Any, codes: Any) -> Any:

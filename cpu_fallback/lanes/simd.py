@@ -156,10 +156,12 @@ def halve(b: Any, vector: Any, combine: Callable[[Any, Any], Any]) -> Any:
 def emit_totals(b: Any, vectors: list[Any]) -> Any:
     """Emit a vector of the sums of 16 vectors of fp32 or int32, each summed by the tree of `hsum`.
 
-    The halves of each are added first, which leaves vectors of half the length. Then two of them
-    become one: half of the lanes of each stay where they are, the other half cross over, and one
-    addition does both.
+    Two of them become one: half of the lanes of each stay where they are, the other half cross
+    over, and one addition does both. Where 16 lanes are several registers, the halves of each are
+    added first, which moves no lane and gives the same sums.
     """
+    if CURRENT.avx512:
+        return emit_joined(b, vectors, LANES // 2)
     halves = [emit_halves(b, vector) for vector in vectors]
     return join(b, [emit_joined(b, halves[at : at + 8], 4) for at in (0, 8)])
 
@@ -171,12 +173,13 @@ def emit_halves(b: Any, vector: Any) -> Any:
 
 
 def emit_joined(b: Any, vectors: list[Any], step: int) -> Any:
-    """Emit one vector of several of 8 lanes; in the first addition a lane crosses by `step`."""
-    lanes = range(LANES // 2)
+    """Emit one vector of several; in the first addition a lane crosses by `step`."""
+    count = vectors[0].type.count
     while len(vectors) > 1:
         half = len(vectors) // 2
-        stay = [lane if not lane & step else LANES // 2 + lane for lane in lanes]
-        cross = [lane ^ step if not lane & step else LANES // 2 + (lane ^ step) for lane in lanes]
+        beyond = [lane & step and count for lane in range(count)]  # to the lanes of the other
+        stay = [lane + far for lane, far in enumerate(beyond)]
+        cross = [(lane ^ step) + far for lane, far in enumerate(beyond)]
         pairs = zip(vectors[:half], vectors[half:], strict=True)
         vectors = [_add(b, *(shuffle(b, x, y, each) for each in (stay, cross))) for x, y in pairs]
         step //= 2

@@ -238,6 +238,9 @@ def _part(a, t, stop, low, high, whole, seen, where, memory):
     key_scales = k_scale
     if a.softcap:  # which bends what the scales have been applied to
         key_scales = np.int64(0)
+    soon, share = values + ahead, np.int64(0)
+    if ahead:
+        share = BLOCK // 2 * nbytes // (high - low)
     for i in range(low, high):
         first, last = begin, end
         if not alike:
@@ -249,7 +252,8 @@ def _part(a, t, stop, low, high, whole, seen, where, memory):
                 for row in range(above, under):
                     at, line = scores + SCORES * row, state + STATE * row
                     bend(at, line, first, last, k_scale, a.softcap)
-            weigh(scores, state, above, under, first, last, key_scales, v_scale)
+            weigh(scores, state, above, under, first, last, key_scales, v_scale, soon, share)
+            soon += share
     if not in_place:
         first, out = lines + 8 * begin, panel + a.pitch * begin
         read_lines(a.reader, a.v_cache, first, end - begin, a.D, out)

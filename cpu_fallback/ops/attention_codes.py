@@ -144,8 +144,7 @@ def _emit_mix(b: Any, places: list[list[Any]], state: list[Any], cells: Cells) -
     def add(cell: Any, totals: list[Any]) -> list[Any]:
         line = v.emit_at(b, cells.values, cell, cells.stride)
         other = b.add(line, cells.stride)
-        for at in (line, other):
-            v.emit_prefetch(b, b.add(at, cells.ahead))
+        tiles.emit_request(b, cells, cell, kind.count // 2)
         x = _emit_interleaved(b, v.emit_load(b, kind, line), v.emit_load(b, kind, other))
         after, sums = [], iter(totals)
         for r in rows:

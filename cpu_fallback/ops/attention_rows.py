@@ -71,21 +71,33 @@ def bend(scores, state, begin, end, key_scales, cap):
 
 
 @device
-def weigh(scores, state, low, high, begin, end, key_scales, value_scales):
+def weigh(scores, state, low, high, begin, end, key_scales, value_scales, soon, nbytes):
     """Turn scores of rows low .. high - 1 of a tile into weights, and note the factors.
 
     They see cells begin .. end - 1 of a block. Scores are multiplied by `key_scales`, if not 0, and
     by the steps of the queries; weights by `value_scales`, if not 0, before they become codes
     (`attention_codes`). Rows go through each stage one after the other, for within a row a stage
-    waits for the last.
+    waits for the last. Meanwhile `nbytes` from `soon` on are asked for, so that memory is as busy
+    as during the products.
     """
+    share = nbytes // (2 * (high - low))
     for row in range(low, high):
+        soon = _request(soon, share)
         _rise(scores + SCORES * row, state + STATE * row, begin, end, key_scales)
     for row in range(low, high):
+        soon = _request(soon, share)
         _weigh(scores + SCORES * row, state + STATE * row, begin, end, value_scales)
     if value_scales:
         for row in range(low, high):
             code_weights(scores + SCORES * row, state + STATE * row, begin, end)
+
+
+@device
+def _request(start, nbytes):
+    """Ask for the lines of some bytes; return where they end."""
+    for at in range(0, nbytes, 64):
+        v.prefetch(start + at)
+    return start + nbytes
 
 
 @device

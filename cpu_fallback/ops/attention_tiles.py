@@ -117,13 +117,16 @@ def _scores(own: "Arithmetic", rows: int) -> Any:
         qs = [v.emit_at(b, queries, pitch, r) for r in range(rows)]
         ks = [v.emit_at(b, keys, stride, c) for c in range(cells)]
         emit_ahead(b, ks, stride, ahead)
-        parts: list[list[Any]] = [[], []]
-        for turn in range(turns):
-            sums = own.dots(b, qs, ks[turn::turns], size)
-            halves = [v.emit_halves(b, total) for total in sums]
-            for part, some in zip(parts, (halves[: SUMS // 2], halves[SUMS // 2 :]), strict=True):
-                part.append(emit_now(b, v.emit_joined(b, some, 4)))
-        totals = v.join(b, [v.emit_joined(b, part, turns // 2) for part in parts])
+        if turns == 1:
+            totals = emit_now(b, v.emit_totals(b, own.dots(b, qs, ks, size)))
+        else:
+            parts: list[list[Any]] = [[], []]
+            for turn in range(turns):
+                halves = [v.emit_halves(b, x) for x in own.dots(b, qs, ks[turn::turns], size)]
+                some = halves[: SUMS // 2], halves[SUMS // 2 :]
+                for part, each in zip(parts, some, strict=True):
+                    part.append(emit_now(b, v.emit_joined(b, each, 4)))
+            totals = v.join(b, [v.emit_joined(b, part, turns // 2) for part in parts])
         if totals.type == v.I32.llvm:
             totals = b.sitofp(totals, v.F32.llvm)
         for r in range(rows):
@@ -146,8 +149,7 @@ def _emit_mix(
     def add(cell: Any, totals: list[Any]) -> list[Any]:
         line = v.emit_at(b, cells.values, cell, cells.stride)
         x = [kind.emit(b, v.behind(b, line, kind.nbytes * c)) for c in vectors]
-        for c in range(0, len(vectors), max(1, _LINE // kind.nbytes)):
-            v.emit_prefetch(b, b.add(line, v.behind(b, cells.ahead, kind.nbytes * c)))
+        emit_request(b, cells, cell, kind.nbytes * len(vectors) // 2)
         weights = [v.emit_at(b, at, cell, 4) for at in cells.weights]
         w = [v.emit_everywhere(b, v.F32, at) for at in weights]
         sums = iter(totals)
@@ -167,7 +169,14 @@ class Cells:
     begin: Any
     end: Any
     weights: list[Any]
-    ahead: Any
+    soon: Any  # of the cells that are read next, the bytes to ask for meanwhile
+
+
+def emit_request(b: Any, cells: Cells, cell: Any, nbytes: int) -> None:
+    """Emit requests for the lines of a cell's share of `nbytes` of what is read next."""
+    share = v.emit_at(b, cells.soon, cell, nbytes)
+    for at in range(0, nbytes, _LINE):
+        v.emit_prefetch(b, v.behind(b, share, at))
 
 
 def _sums(own: "Arithmetic", rows: int) -> Any:
@@ -185,7 +194,10 @@ def _sums(own: "Arithmetic", rows: int) -> Any:
                 tops = [v.emit_at(b, v.emit_at(b, sums, column, 4), pitch, r) for r in range(rows)]
                 places = [[v.behind(b, top, _VECTOR * c) for c in range(width)] for top in tops]
                 shown = v.emit_at(b, values, column, own.nbytes)
-                own.mix(b, places, states, Cells(shown, stride, begin, end, lines, ahead))
+                # A block is one stretch of bytes. Its first half is asked for by `weigh`.
+                half = v.emit_at(b, stride, column, own.nbytes)
+                soon = v.emit_at(b, b.add(values, ahead), half, BLOCK // 2)
+                own.mix(b, places, states, Cells(shown, stride, begin, end, lines, soon))
 
     return sums
 
