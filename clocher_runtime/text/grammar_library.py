@@ -18,7 +18,7 @@ from clocher_runtime.text.tokenizer_library import tried
 _LIMITS = LLParserLimits(
     max_items_in_row=500,
     initial_lexer_fuel=500_000,
-    step_lexer_fuel=100_000,
+    step_lexer_fuel=200_000,
     step_max_items=50_000,
     max_lexer_states=50_000,
     max_grammar_size=200_000,
