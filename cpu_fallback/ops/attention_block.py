@@ -21,7 +21,7 @@ from llvmlite import ir
 from cpu_fallback.lanes import language as v
 from cpu_fallback.lanes.isa import CURRENT
 from cpu_fallback.lanes.jit import Kernel, device, i64, void
-from cpu_fallback.ops.attention_rows import SIGHT, bend, clip, sight_at, weigh
+from cpu_fallback.ops.attention_rows import SIGHT, bend, clip, request, sight_at, weigh
 from cpu_fallback.ops.attention_tiles import BLOCK, SCORES, STATE, emit_now, mix, score
 from cpu_fallback.ops.bind import within
 from cpu_fallback.ops.kv import line_of, padded, page_of, read_lines
@@ -139,7 +139,7 @@ def clear_around(panel, pitch, begin, end):
 
 
 TURNED_ROWS = 32  # Rows from which on keys are turned
-_ASKING = 16  # Rows that are scored between requests for what will be read
+_AT_ONCE = 16  # Rows of a tile that go through all stages together: they stay in the first cache
 
 
 @device
@@ -186,12 +186,13 @@ def _part(a, t, stop, low, high, whole, seen, where, memory):
         begin, end, alike, committed = _range(scratch, low, high, start)
     if begin >= end:
         return
-    tile, offset, rows = (stop - t) * group, low * group, (high - low) * group
+    tile, rows = (stop - t) * group, (high - low) * group
     scores = state + STATE * tile + 4 * tile * size
     panel = scores + SCORES * tile
     lines = panel + BLOCK * a.pitch
     scales = lines + 8 * BLOCK
     columns = scales + 2 * SCORES
+    first, out = lines + 8 * begin, panel + a.pitch * begin
     tree, slot = sight_at(scratch + SIGHT * low).tree, within(v.read_i32(a.slots + 4 * t), a.S)
     nbytes = a.line
     k_scale, v_scale = a.k_scale, a.v_scale
@@ -221,72 +222,59 @@ def _part(a, t, stop, low, high, whole, seen, where, memory):
             k_scale, v_scale = scales, scales + SCORES
         else:
             clear_around(panel, a.pitch, begin, end)
-        first, out = lines + 8 * begin, panel + a.pitch * begin
         read_lines(a.reader, a.k_cache, first, end - begin, a.D, out)
-    own, weights = state + STATE * offset, scores + SCORES * offset
-    query = queries + 4 * offset * size
-    if a.columns and not in_place and rows >= TURNED_ROWS:
-        turn(panel, size, begin, end, columns)
-        soon = later = np.int64(0)
-        if straight:
-            soon = a.v_cache + nbytes * _line(a, slot, head, start)
-            if after >= 0 and after + BLOCK <= committed:
-                later = a.k_cache + nbytes * _line(a, slot, head, after)
-        _score_turned(a, query, rows, columns, begin, end, weights, soon, later)
-    else:
-        score(scorer, query, rows, keys, stride, size, begin, end, weights, ahead)
-    key_scales = k_scale
+    few, key_scales, soon = max(np.int64(1), _AT_ONCE // group), k_scale, values + ahead
+    share = piece = later = np.int64(0)
     if a.softcap:  # which bends what the scales have been applied to
         key_scales = np.int64(0)
-    soon, share = values + ahead, np.int64(0)
     if ahead:
         share = BLOCK // 2 * nbytes // (high - low)
-    for i in range(low, high):
-        first, last = begin, end
-        if not alike:
-            sight = sight_at(scratch + SIGHT * i)
-            first, last = clip(sight.begin, start), clip(sight.end, start)
-        if first < last:
-            above, under = i * group, (i + 1) * group
-            if a.softcap:
-                for row in range(above, under):
-                    at, line = scores + SCORES * row, state + STATE * row
-                    bend(at, line, first, last, k_scale, a.softcap)
-            weigh(scores, state, above, under, first, last, key_scales, v_scale, soon, share)
-            soon += share
-    if not in_place:
-        first, out = lines + 8 * begin, panel + a.pitch * begin
+    afterwards = not in_place
+    if a.columns and afterwards and rows >= TURNED_ROWS:
+        turn(panel, size, begin, end, columns)
         read_lines(a.reader, a.v_cache, first, end - begin, a.D, out)
-    i, step = low, high - low
-    while i < high:
-        first, last = begin, end
-        if not alike:
-            sight, step = sight_at(scratch + SIGHT * i), np.int64(1)
-            first, last = clip(sight.begin, start), clip(sight.end, start)
-        if first < last:
-            row = i * group
-            at, own = sums + 4 * row * size, state + STATE * row
-            weights = scores + SCORES * row
-            count = step * group
-            mix(mixer, at, count, size, own, weights, values, stride, first, last, ahead)
-            ahead = np.int64(0)
-        i += step
-
-
-@device
-def _score_turned(a, queries, rows, columns, begin, end, scores, soon, later):
-    """Score turned keys, and ask for the blocks of cells that are read next, a part at a time."""
-    size = padded(a.D)
-    share = -(-BLOCK * a.line * _ASKING // rows)
-    for row in range(0, rows, _ASKING):
-        part = row // _ASKING * share
-        for at in range(part, part + share, 64):
-            if soon:
-                v.prefetch(soon + at)
-            if later:
-                v.prefetch(later + at)
-        own, out, count = queries + 4 * row * size, scores + SCORES * row, min(_ASKING, rows - row)
-        score(a.columns, own, count, columns, 0, size, begin, end, out, 0)
+        scorer, keys, afterwards = a.columns, columns, False
+        if straight and after >= 0 and after + BLOCK <= committed:
+            later = nbytes * _line(a, slot, head, after)
+            piece = -(-BLOCK * nbytes * few // (high - low))
+    elif afterwards:  # values take the place of the keys, once all rows have their scores
+        few = high - low
+    while low < high:
+        until, row = min(low + few, high), low * group
+        query, count = queries + 4 * row * size, (until - low) * group
+        request(a.k_cache + later, piece)
+        request(a.v_cache + later, piece)
+        later += piece
+        score(scorer, query, count, keys, stride, size, begin, end, scores, ahead)
+        weights = scores - SCORES * row  # row by row; those of `row` are at `scores`
+        for i in range(low, until):
+            seen_from, seen_to = begin, end
+            if not alike:
+                sight = sight_at(scratch + SIGHT * i)
+                seen_from, seen_to = clip(sight.begin, start), clip(sight.end, start)
+            if seen_from < seen_to:
+                above, under = i * group, (i + 1) * group
+                if a.softcap:
+                    for r in range(above, under):
+                        at, line = weights + SCORES * r, state + STATE * r
+                        bend(at, line, seen_from, seen_to, k_scale, a.softcap)
+                both = key_scales, v_scale
+                weigh(weights, state, above, under, seen_from, seen_to, both, soon, share)
+                soon += share
+        if afterwards:
+            read_lines(a.reader, a.v_cache, first, end - begin, a.D, out)
+        while low < until:
+            seen_from, seen_to, step = begin, end, until - low
+            if not alike:
+                sight, step = sight_at(scratch + SIGHT * low), np.int64(1)
+                seen_from, seen_to = clip(sight.begin, start), clip(sight.end, start)
+            if seen_from < seen_to:
+                r, count = low * group, step * group
+                at, own, w = sums + 4 * r * size, state + STATE * r, weights + SCORES * r
+                mix(mixer, at, count, size, own, w, values, stride, seen_from, seen_to, ahead)
+                ahead = np.int64(0)
+            low += step
+        ahead = np.int64(0)
 
 
 @device

@@ -34,9 +34,6 @@ TOP, PAST, WEIGHT = 64, 72, 76
 LOWEST = np.float32(np.finfo(np.float32).min)
 
 
-exp1 = device(lambda x: v.lane(v.exp_falling(v.splat(x)), 0))  # Return e^x of one x <= 0
-
-
 @device
 def begin_row(state, sink, weight, past, size):
     """Begin a row: before its first span it has seen a logit of weight 0, or a sink of weight 1."""
@@ -71,7 +68,7 @@ def bend(scores, state, begin, end, key_scales, cap):
 
 
 @device
-def weigh(scores, state, low, high, begin, end, key_scales, value_scales, soon, nbytes):
+def weigh(scores, state, low, high, begin, end, scales, soon, nbytes):
     """Turn scores of rows low .. high - 1 of a tile into weights, and note the factors.
 
     They see cells begin .. end - 1 of a block. Scores are multiplied by `key_scales`, if not 0, and
@@ -80,12 +77,13 @@ def weigh(scores, state, low, high, begin, end, key_scales, value_scales, soon, 
     waits for the last. Meanwhile `nbytes` from `soon` on are asked for, so that memory is as busy
     as during the products.
     """
+    key_scales, value_scales = scales
     share = nbytes // (2 * (high - low))
     for row in range(low, high):
-        soon = _request(soon, share)
+        soon = request(soon, share)
         _rise(scores + SCORES * row, state + STATE * row, begin, end, key_scales)
     for row in range(low, high):
-        soon = _request(soon, share)
+        soon = request(soon, share)
         _weigh(scores + SCORES * row, state + STATE * row, begin, end, value_scales)
     if value_scales:
         for row in range(low, high):
@@ -93,7 +91,7 @@ def weigh(scores, state, low, high, begin, end, key_scales, value_scales, soon, 
 
 
 @device
-def _request(start, nbytes):
+def request(start, nbytes):
     """Ask for the lines of some bytes; return where they end."""
     for at in range(0, nbytes, 64):
         v.prefetch(start + at)
@@ -117,13 +115,12 @@ def _rise(scores, state, begin, end, key_scales):
             x = v.select(v.first(begin - i), v.splat(LOWEST), x)
         v.store_f32(scores + 4 * i, x)
         best = v.maximum(x, best)
-    before, factor = v.read_f32(state + TOP), np.float32(1)
+    before = v.read_f32(state + TOP)
     top = max(before, v.hmax(best))
-    if top > before:
-        factor = exp1(before - top)
-        v.store_f32(state, v.mul(v.load_f32(state), v.splat(factor)))
+    factor = v.exp_falling(v.splat(before - top))  # without a branch, which nothing could foresee
+    v.store_f32(state, v.mul(v.load_f32(state), factor))
     v.write_f32(state + TOP, top)
-    v.write_f32(state + FACTOR, factor)
+    v.write_f32(state + FACTOR, v.lane(factor, 0))
 
 
 @device
