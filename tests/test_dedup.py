@@ -42,7 +42,7 @@ from clocher_runtime.checkpoints.dedup.index import (
     FileFacts,
     StoredPlane,
     parse_index,
-    place_parts,
+    placed,
 )
 from clocher_runtime.checkpoints.dedup.reader import DedupFile, open_deduplicated, open_pair
 from clocher_runtime.checkpoints.iebin import IebinWriter
@@ -85,15 +85,14 @@ def stored(dtype: str, data: np.ndarray) -> StoredPlane:
 
 def written(directory: Path, dtype: str, data: np.ndarray) -> DedupFile:
     """Deduplicate one plane, write the files, and open them through their JSON."""
-    plane = choose(stored(dtype, data), data)
-    ((regions,), _) = place_parts([plane])
+    (plane,), _ = placed([choose(stored(dtype, data), data)])
     files = {kind: Memory() for kind in KINDS}
 
     def put(region: Region, array: np.ndarray) -> None:
         files[region.file].pad(region.offset)
         files[region.file].write(array)
 
-    encoder.encode(plane, data, put, regions)
+    encoder.encode(plane, data, put)
     facts = {}
     for kind in KINDS:
         content = bytes(files[kind].data)

@@ -100,16 +100,15 @@ def encode(
     plane: dedup_index.StoredPlane,
     data: np.ndarray,
     put: Callable[[Region, np.ndarray], object],
-    regions: tuple[Region, ...],
 ) -> None:
-    """Append the parts of a plane to files by `PlaneWriter.put`."""
+    """Append the parts of a plane that has its places to files by `PlaneWriter.put`."""
     if plane.mode == "raw":
-        put(regions[0], data)
+        put(plane.regions[0], data)
     for number, stream in enumerate(plane.streams):
         split = codec.SPLITS[plane.split]
         items = pieces(data, PIECE_ITEMS * split.item.itemsize)
         symbols = (split.parts[number].cut(piece.view(split.item)) for piece in items)
-        _write_stream(stream, symbols, regions[4 * number : 4 * number + 4], put)
+        _write_stream(stream, symbols, plane.regions[4 * number : 4 * number + 4], put)
 
 
 def _write_stream(
@@ -152,7 +151,7 @@ class Deduplication:
 
     directory: Path  # where the model is, and where the output goes
     index: IebinIndex
-    planes: tuple[dedup_index.StoredPlane, ...]  # how each will be stored
+    planes: tuple[dedup_index.StoredPlane, ...]  # how and where each will be stored
     nbytes: int  # of the output
 
     def run(self, progress: Progress = quiet) -> None:
@@ -160,11 +159,11 @@ class Deduplication:
         check_free(self.directory / dedup_index.INDEX_NAME, self.nbytes)
         path = self.directory / dedup_index.INDEX_NAME
         paths = {kind: self.directory / dedup_index.FILE_NAMES[kind] for kind in dedup_index.KINDS}
-        done, places = 0, dedup_index.place_parts(self.planes)[0]
+        done = 0
         with PlaneWriter(paths) as writer:
             planes = _planes(self.directory, self.index)
-            for plane, regions, (_, data) in zip(self.planes, places, planes, strict=True):
-                encode(plane, data, writer.put, regions)
+            for plane, (_, data) in zip(self.planes, planes, strict=True):
+                encode(plane, data, writer.put)
                 done += plane.plane.nbytes
                 progress(done, plane.tensor)
             index = dedup_index.DedupIndex(self.index.bin, writer.sync(), self.planes)
@@ -196,10 +195,11 @@ def plan_dedup(directory: Path, progress: Progress = quiet) -> Deduplication:
             planes.append(choose(raw, data))
         done += raw.plane.nbytes
         progress(done, raw.tensor)
-    stored = sum(dedup_index.place_parts(planes)[1].values())
+    placed, ends = dedup_index.placed(planes)
+    stored = sum(ends.values())
     dedup_index.check_expansion(planes, stored, str(directory))
     nbytes = stored + sum(len(json.dumps(plane.document())) + 2 for plane in planes)
-    return Deduplication(directory, index, tuple(planes), nbytes)
+    return Deduplication(directory, index, placed, nbytes)
 
 
 def remove_dedup(directory: Path) -> None:

@@ -35,7 +35,7 @@ class DedupFile:
                 self._files[kind] = MappedFile(names[kind], size)
             elif not names[kind].is_file() or names[kind].stat().st_size:
                 raise FormatError(f"{names[kind]}: expected an empty file")
-        regions = (region for plane in index.regions for region in plane if region.nbytes)
+        regions = (region for plane in index.planes for region in plane.regions if region.nbytes)
         check_padding(regions, self._files)
 
     @property
@@ -54,7 +54,7 @@ class DedupFile:
         if plane.mode == "same":
             return self.plane(plane.of, verify)
         if plane.mode == "raw":
-            data = self._bytes(self.index.regions[number][0])
+            data = self._bytes(plane.regions[0])
             if verify:
                 self._check_hash(plane, sha256_of(data))
         else:
@@ -64,12 +64,12 @@ class DedupFile:
 
     def pieces(self, number: int, start: int, stop: int) -> Iterator[np.ndarray]:
         """Yield decoded bytes [start, stop), unhashed; `start`: a multiple of the piece size."""
-        plane, regions = self.index.planes[number], self.index.regions[number]
+        plane = self.index.planes[number]
         split = codec.SPLITS[plane.split]
         item, step = split.item.itemsize, PIECE_ITEMS * split.item.itemsize
         with prefixed(f"{self.path}: tensor {plane.tensor!r}, plane {plane.key!r}"):
             decoders = [
-                self._stream(stream, part, regions[4 * i : 4 * i + 4])
+                self._stream(stream, part, plane.regions[4 * i : 4 * i + 4])
                 for i, (stream, part) in enumerate(zip(plane.streams, split.parts, strict=True))
             ]
             for at in range(start, stop, step):
