@@ -579,7 +579,7 @@ def test_version_2_and_every_value_type_are_read(tmp_path: Path) -> None:
     )
     file = GgufFile(path)
     assert file.version == 2
-    assert [file.value(f"k{t}") for t in formats] == [3] * len(formats)
+    assert [file.values[f"k{t}"] for t in formats] == [3] * len(formats)
     assert file.get("flag", bool, False) is True and file.get("word", str) == "é"
     assert file.get("list", np.ndarray).tolist() == [-1, 7]
     assert file.get("words", Strings).texts() == ["", "xy"]

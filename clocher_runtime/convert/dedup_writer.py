@@ -8,7 +8,6 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
@@ -234,25 +233,12 @@ def _planes(
         file.release()
 
 
-class Gain(NamedTuple):
-    """One plane before and after."""
-
-    name: str  # tensor and plane
-    dtype: str
-    nbytes: int
-    stored: int  # bytes that it takes, without padding
-    how: str  # how it is stored
-
-
-def gain_of(plane: dedup_index.StoredPlane) -> Gain:
-    """Return a plane's gain, its storage in a few words."""
-    said = "as it is" if plane.mode == "raw" else f"same as plane {plane.of}"
-    if plane.mode == "streams":
-        parts = zip(codec.SPLITS[plane.split].parts, plane.streams, strict=True)
-        said = ", ".join(f"{part.name} {_stream(stream)}" for part, stream in parts)
-    stored = sum(nbytes for _, nbytes in plane.parts())
-    name = f"{plane.tensor} {plane.key}"
-    return Gain(name, plane.plane.dtype, plane.plane.nbytes, stored, said)
+def described(plane: dedup_index.StoredPlane) -> str:
+    """Return how a plane is stored, in a few words."""
+    if plane.mode != "streams":
+        return "as it is" if plane.mode == "raw" else f"same as plane {plane.of}"
+    parts = zip(codec.SPLITS[plane.split].parts, plane.streams, strict=True)
+    return ", ".join(f"{part.name} {_stream(stream)}" for part, stream in parts)
 
 
 def _stream(stream: codec.Stream) -> str:

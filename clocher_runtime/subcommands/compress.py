@@ -90,15 +90,16 @@ def dedup(
 def _deduplicate(console: Console, model_dir: Path, keep_anyway: bool) -> bool:
     from clocher_runtime.checkpoints.checkpoint import JSON_NAME
     from clocher_runtime.checkpoints.iebin import read_index
-    from clocher_runtime.convert.dedup_writer import WORTH_IT, gain_of, plan_dedup
+    from clocher_runtime.convert.dedup_writer import WORTH_IT, described, plan_dedup
 
     total = read_index(model_dir / JSON_NAME).bin.nbytes
     plan = console.progress(total, partial(plan_dedup, model_dir))
     rows = [("bytes", "stored", "saved", "plane")]
-    for gain in map(gain_of, plan.planes):
-        saved = f"{1 - gain.stored / gain.nbytes:.1%}"
-        plane = f"{gain.name} ({gain.dtype}): {gain.how}"
-        rows.append((str(gain.nbytes), str(gain.stored), saved, plane))
+    for each in plan.planes:
+        nbytes, stored = each.plane.nbytes, sum(part for _, part in each.parts())
+        saved = f"{1 - stored / nbytes:.1%}"
+        name = f"{each.tensor} {each.key} ({each.plane.dtype}): {described(each)}"
+        rows.append((str(nbytes), str(stored), saved, name))
     click.echo(columns(rows, right=(0, 1, 2)))
     less = 100 * (1 - plan.nbytes / total)
     saved = f"{size(total)} -> {size(plan.nbytes)}, {less:.1f} % less"
