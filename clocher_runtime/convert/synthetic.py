@@ -156,15 +156,15 @@ def random_tensor(name: str, need: Need, fmt: Format, seed: int) -> QuantTensor:
 
 
 def normal_matrix(name: str, shape: Shape, seed: int, std: float, fmt: Format) -> QuantTensor:
-    """Return a matrix [N, K] or stack [E, N, K] of values with mean 0; FormatError, ShapeError."""
+    """Return a matrix [N, K] or stack [E, N, K] of values with mean 0; FormatError, ShapeError.
+
+    `fmt`: one with cells, of floats, groups of integers, MXFP4 blocks or four ternary rows.
+    """
     planes, stream = fmt.planes(shape), _stream(name, seed)
-    group = getattr(fmt, "group", 32)
-    if not (isinstance(fmt, Float | Int4 | Int8 | Mxfp4 | Ternary) and isinstance(group, int)):
-        values = np.float32(std) * _normal(stream, prod(shape))
-        return encode(values.reshape(shape), fmt)
-    cells, shared = _pool(fmt, std, seed)
+    columns = 1 if isinstance(fmt, Float | Ternary) else getattr(fmt, "group", 32)
+    cells, shared = _pool(fmt, columns, std, seed)
     rows = prod(shape[:-1]) // (4 if isinstance(fmt, Ternary) else 1)
-    count = rows * (shape[-1] if isinstance(fmt, Float | Ternary) else -(-shape[-1] // group))
+    count = rows * -(-shape[-1] // columns)
     drawn = {key: np.empty((count, *cell.shape[1:]), cell.dtype) for key, cell in cells.items()}
     for start in range(0, count, _PIECE):
         index = _draws(stream, min(_PIECE, count - start))
@@ -181,12 +181,10 @@ def normal_matrix(name: str, shape: Shape, seed: int, std: float, fmt: Format) -
 
 @lru_cache(maxsize=4)
 def _pool(
-    fmt: Format, std: float, seed: int
+    fmt: Format, columns: int, std: float, seed: int
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     """Return 65536 encoded cells by plane, and the planes that all share."""
-    shape = (_CELLS, 1 if isinstance(fmt, Float) else getattr(fmt, "group", 32))
-    if isinstance(fmt, Ternary):
-        shape = 4, _CELLS
+    shape = (4, _CELLS) if isinstance(fmt, Ternary) else (_CELLS, columns)
     values = np.float32(std) * _normal(_stream(f"{fmt.name} {std}", seed), prod(shape))
     planes = fmt.encode(values.reshape(shape))
     cells = {key: p.reshape(_CELLS, -1) for key, p in planes.items() if p.size >= _CELLS}

@@ -83,11 +83,6 @@ class _Linear:
     zero: shards.StoredArray | None
     g_idx: shards.StoredArray | None
 
-    def refuse_zeros(self) -> None:
-        """Refuse nonzero zero points of symmetric codes, which old writers store as well."""
-        if self.zero is not None and self.zero.array.any():
-            raise FormatError(f"{self.zero.where}: not zero, but its config group is symmetric")
-
 
 def read_compressed(source: shards.Source) -> shards.Tensors:
     """Return the tensors of the packed arrays; raises UnsupportedModel, FormatError."""
@@ -163,11 +158,13 @@ def _scheme(label: str, form: str, weights: Mapping[str, Any]) -> _Scheme:
 
 def _tensor(schemes: list[_Scheme], linear: _Linear) -> QuantTensor:
     """Return a linear's tensor, read by the first scheme that describes its arrays."""
-    misfits = []
+    misfits, zero = [], linear.zero
     for scheme in schemes:
         try:
+            # Old writers store the zero points of symmetric codes as well.
+            if scheme.symmetric and zero is not None and zero.array.any():
+                raise FormatError(f"{zero.where}: not zero, but its config group is symmetric")
             if scheme.form == _FLOAT:
-                linear.refuse_zeros()
                 return shards.fp8_tensor(linear.weight, linear.scale, (_SCOPES[scheme.strategy],))
             return {_PACKED: _packed, _INT: _integers, _MXFP4: _mxfp4}[scheme.form](scheme, linear)
         except FormatError as error:
@@ -192,8 +189,6 @@ def _packed(scheme: _Scheme, linear: _Linear) -> QuantTensor:
         )
     groups, columns = _check_groups(scheme, linear, n, k)
     zeros = None if scheme.symmetric else _packed_zeros(scheme, linear, n, groups)
-    if zeros is None:
-        linear.refuse_zeros()
     own = (n, k), bits, scheme.symmetric, scheme.scope, linear.scale
     return packed_words.packed_linear(
         words.where, *own, lambda: packed_words.row_bytes(words.array), zeros, columns
@@ -217,7 +212,6 @@ def _integers(scheme: _Scheme, linear: _Linear) -> QuantTensor:
     linear.weight.expect(("I8",))
     n, k = linear.weight.matrix()
     _, columns = _check_groups(scheme, linear, n, k)
-    linear.refuse_zeros()
     codes = linear.weight.array
     if columns is not None:
         own = (n, k), scheme.bits, True, scheme.scope, linear.scale

@@ -72,11 +72,8 @@ class _Config(Struct):
     alpha_pattern: dict[str, Annotated[float, Meta(ge=-1e6, le=1e6)]] = {}
 
     def scale(self, module: str, rank: int) -> float:
-        alpha = self.lora_alpha
-        for pattern, other in self.alpha_pattern.items():
-            if module == pattern or module.endswith(f".{pattern}"):
-                alpha = other
-                break
+        own = (n for n in self.alpha_pattern if module == n or module.endswith(f".{n}"))
+        alpha = self.alpha_pattern.get(next(own, ""), self.lora_alpha)
         return alpha / (sqrt(rank) if self.use_rslora else rank)
 
 
