@@ -62,21 +62,6 @@ class DedupFile:
             self._decode(number, data)
         return data.view(plane.plane.storage).reshape(plane.plane.shape)
 
-    def pieces(self, number: int, start: int, stop: int) -> Iterator[np.ndarray]:
-        """Yield decoded bytes [start, stop), unhashed; `start`: a multiple of the piece size."""
-        plane = self.index.planes[number]
-        split = codec.SPLITS[plane.split]
-        item, step = split.item.itemsize, PIECE_ITEMS * split.item.itemsize
-        with prefixed(f"{self.path}: tensor {plane.tensor!r}, plane {plane.key!r}"):
-            decoders = [
-                self._stream(stream, part, plane.regions[4 * i : 4 * i + 4])
-                for i, (stream, part) in enumerate(zip(plane.streams, split.parts, strict=True))
-            ]
-            for at in range(start, stop, step):
-                ends = (at, min(at + step, plane.plane.nbytes))
-                first, last = (end // item * split.per_item for end in ends)
-                yield codec.join(split, [one(first, last) for one in decoders]).view(np.uint8)
-
     def verify(self) -> None:
         """Decode everything; check the SHA-256 of each plane and each file; raises FormatError."""
         for number, plane in enumerate(self.index.planes):
@@ -97,12 +82,22 @@ class DedupFile:
             file.release()
 
     def _decode(self, number: int, out: np.ndarray | None = None) -> None:
-        plane, digest, start = self.index.planes[number], hashlib.sha256(), 0
-        for piece in self.pieces(number, 0, plane.plane.nbytes):
-            digest.update(piece.data)
-            if out is not None:
-                out[start : start + len(piece)] = piece
-            start += len(piece)
+        """Decode a plane piece by piece, check its hash, and fill `out` with its bytes."""
+        plane, digest = self.index.planes[number], hashlib.sha256()
+        split, nbytes = codec.SPLITS[plane.split], plane.plane.nbytes
+        item, step = split.item.itemsize, PIECE_ITEMS * split.item.itemsize
+        with prefixed(f"{self.path}: tensor {plane.tensor!r}, plane {plane.key!r}"):
+            decoders = [
+                self._stream(stream, part, plane.regions[4 * i : 4 * i + 4])
+                for i, (stream, part) in enumerate(zip(plane.streams, split.parts, strict=True))
+            ]
+            for start in range(0, nbytes, step):
+                stop = min(start + step, nbytes)
+                first, last = (end // item * split.per_item for end in (start, stop))
+                piece = codec.join(split, [one(first, last) for one in decoders]).view(np.uint8)
+                digest.update(piece.data)
+                if out is not None:
+                    out[start:stop] = piece
         self._check_hash(plane, digest.hexdigest())
 
     def _check_hash(self, plane: dedup_index.StoredPlane, found: str) -> None:

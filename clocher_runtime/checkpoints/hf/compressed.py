@@ -23,7 +23,7 @@ from msgspec import Meta, Struct
 
 from clocher_kernels.errors import FormatError, UnsupportedModel
 from clocher_kernels.formats import Int8, Mxfp4
-from clocher_kernels.formats.base import Group, unpacked
+from clocher_kernels.formats.base import unpacked
 from clocher_kernels.formats.floats import FP8_BLOCK as BLOCK
 from clocher_kernels.formats.floats import MXFP4_BLOCK, Scope
 from clocher_kernels.quant_tensor import QuantTensor
@@ -56,21 +56,15 @@ class _Settings(Struct):
 class _Scheme:
     """How the linears of a config group are stored.
 
-    `form` is one of `_FORMATS`, naive-quantized resolved; `strategy`: "tensor", "channel", "group"
-    or "block"; `group`: columns of a group, or None.
+    `form` is one of `_FORMATS`, naive-quantized resolved; `scope` is what shares a scale: columns
+    of a group, a "row", the "tensor", or the blocks "b128".
     """
 
     label: str
     form: str
     bits: int
     symmetric: bool
-    strategy: str
-    group: int | None
-
-    @property
-    def scope(self) -> Group:
-        """What shares a scale, as in `Int8`."""
-        return self.group or ("tensor" if self.strategy == "tensor" else "row")
+    scope: Any  # as in `Int8`, or in `Fp8`
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -153,7 +147,7 @@ def _scheme(label: str, form: str, weights: Mapping[str, Any]) -> _Scheme:
     if strategy == "block" and block not in ([BLOCK, BLOCK], f"{BLOCK}x{BLOCK}"):
         known = (f"[{BLOCK}, {BLOCK}]",)
         raise unknown("block_structure", block, known, shards.SETTINGS, shards.REQUANTISE)
-    return _Scheme(label, form, bits, symmetric, strategy, group)
+    return _Scheme(label, form, bits, symmetric, group or _SCOPES[strategy])
 
 
 def _tensor(schemes: list[_Scheme], linear: _Linear) -> QuantTensor:
@@ -165,7 +159,7 @@ def _tensor(schemes: list[_Scheme], linear: _Linear) -> QuantTensor:
             if scheme.symmetric and zero is not None and zero.array.any():
                 raise FormatError(f"{zero.where}: not zero, but its config group is symmetric")
             if scheme.form == _FLOAT:
-                return shards.fp8_tensor(linear.weight, linear.scale, (_SCOPES[scheme.strategy],))
+                return shards.fp8_tensor(linear.weight, linear.scale, (scheme.scope,))
             return {_PACKED: _packed, _INT: _integers, _MXFP4: _mxfp4}[scheme.form](scheme, linear)
         except FormatError as error:
             misfits.append(f"{scheme.label}: {error}")
@@ -200,7 +194,7 @@ def _packed_zeros(scheme: _Scheme, linear: _Linear, n: int, groups: int) -> pack
     zero = linear.zero
     if zero is None:
         raise FormatError(f"{linear.weight.where}: not symmetric, but weight_zero_point is missing")
-    if scheme.strategy == "tensor":
+    if scheme.scope == "tensor":
         zero.expect(("I8",), (1,), (), (1, 1))
         one = zero.array.reshape(1, 1).view(np.uint8)
         return lambda: np.broadcast_to(one + np.uint8(8), (n, 1))
@@ -241,11 +235,11 @@ def _check_groups(
     scheme: _Scheme, linear: _Linear, n: int, k: int
 ) -> tuple[int, np.ndarray | None]:
     """Return the groups of a row, and the group of each column if in activation order."""
-    groups = -(-k // scheme.group) if scheme.group else 1
-    tensor = scheme.strategy == "tensor"
-    shapes = [(1,), (), (1, 1)] if tensor else [(n, groups)]
-    linear.scale.expect(shards.FLOATS, *shapes, *([(n,)] if scheme.strategy == "channel" else []))
+    group = scheme.scope if isinstance(scheme.scope, int) else None
+    groups = -(-k // group) if group else 1
+    shapes = {"tensor": [(1,), (), (1, 1)], "row": [(n, 1), (n,)]}.get(scheme.scope, [(n, groups)])
+    linear.scale.expect(shards.FLOATS, *shapes)
     # -1 stands for columns in their own order.
     if linear.g_idx is None or (linear.g_idx.array == -1).all():
         return groups, None
-    return groups, packed_words.activation_order(linear.g_idx, k, scheme.group)
+    return groups, packed_words.activation_order(linear.g_idx, k, group)
