@@ -24,6 +24,7 @@ from test_exports import quantised
 from weight_files import BITNET, GPTOSS, LLAMA, rng
 
 from clocher_kernels.errors import UnsupportedModel
+from clocher_kernels.formats import Float
 from clocher_runtime.checkpoints import open_checkpoint
 from clocher_runtime.checkpoints.checkpoint import Checkpoint
 from clocher_runtime.convert.gguf import plan_gguf
@@ -288,11 +289,8 @@ def test_rows_that_are_no_whole_blocks_get_other_types(kind: str, tmp_path: Path
 @pytest.mark.parametrize("kind", ["TQ1_0", "TQ2_0"])
 def test_bitnet_files_of_llama_quantize_stay_ternary(kind: str, tmp_path: Path) -> None:
     source = open_checkpoint(BITNET)
-    formats = {name: tensor.format for name, tensor in source.tensors.items()}
-    floats = dict.fromkeys(formats, "f32")
-    plan_gguf(source.config, formats, "x", floats=floats, timed=True).write(
-        source, tmp_path / "f32.gguf"
-    )
+    floats = dict.fromkeys(source.names, Float("f32"))
+    plan_gguf(source.config, floats, "x", timed=True).write(source, tmp_path / "f32.gguf")
     path = llama_cpp.quantized(tmp_path / "f32.gguf", tmp_path / f"{kind}.gguf", kind)
     checkpoint = open_checkpoint(path)
     found = {name: tensor.format.name for name, tensor in checkpoint.tensors.items()}

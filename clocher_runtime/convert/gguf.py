@@ -18,7 +18,7 @@ from clocher_kernels.errors import FormatError, UnsupportedModel
 from clocher_kernels.formats import Format
 from clocher_runtime.checkpoints.checkpoint import Checkpoint
 from clocher_runtime.checkpoints.gguf.architectures import ROPE_FACTORS
-from clocher_runtime.checkpoints.gguf.blocks import F32, FLOATS, GgmlType, row_blocks, same_type
+from clocher_runtime.checkpoints.gguf.blocks import F32, GgmlType, row_blocks, same_type
 from clocher_runtime.checkpoints.gguf.checkpoint import ACTIVATION, file_family
 from clocher_runtime.checkpoints.gguf.tokenizer import NORMAL
 from clocher_runtime.checkpoints.iebin import Progress, quiet
@@ -129,13 +129,12 @@ def plan_gguf(
     formats: Mapping[str, Format],
     name: str,
     vocab: Mapping[str, Field] | None = None,
-    floats: Mapping[str, str] | None = None,
     timed: bool = False,
 ) -> GgufExport:
     """Check that a model can be written as GGUF, and how.
 
-    No `vocab` makes a file for llama-bench alone. `floats`: type of the matrices to decode. `timed`
-    permits the name "bitnet".
+    `formats` are those of the file: where a tensor has another one, it is decoded to these floats.
+    No `vocab` makes a file for llama-bench alone. `timed` permits the name "bitnet".
     """
     spec = spec_from_config(config)
     if spec.family not in _ARCHITECTURES:
@@ -149,11 +148,7 @@ def plan_gguf(
         )
     entries, family = [], file_family(spec)
     for source, need in inventory(spec).items():
-        decoded = (floats or {}).get(source)
-        if need.kind in ("vector", "router"):
-            ggml = F32
-        else:
-            ggml = FLOATS[decoded] if decoded else same_type(formats[source])
+        ggml = F32 if need.kind in ("vector", "router") else same_type(formats[source])
         for piece in pieces(family, spec, source, need):
             if piece.name == source:
                 raise UnsupportedModel(f"{source}: llama.cpp's {spec.family} models have none")

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from clocher_kernels.errors import FormatError, UnsupportedModel, UsageError
-from clocher_kernels.formats import Ternary
+from clocher_kernels.formats import Format, Ternary
 from clocher_runtime.checkpoints.checkpoint import Checkpoint
 from clocher_runtime.checkpoints.gguf.blocks import same_type
 from clocher_runtime.checkpoints.gguf.checkpoint import open_gguf
@@ -27,7 +27,7 @@ from clocher_runtime.checkpoints.gguf.tokenizer import (
 )
 from clocher_runtime.checkpoints.iebin import Progress, quiet
 from clocher_runtime.convert.gguf import Field, GgufExport, plan_gguf
-from clocher_runtime.convert.to_iebin import refuse_input, vocabulary
+from clocher_runtime.convert.to_iebin import exported_formats, refuse_input, vocabulary
 from clocher_runtime.disk.output_file import check_free
 from clocher_runtime.engine.load import model_spec
 from clocher_runtime.models.families import spec_from_config
@@ -85,21 +85,14 @@ def plan_gguf_model(
     """
     refuse_input(source, path)
     spec = model_spec(source)
-    formats = {name: source.tensors[name].format for name in inventory(spec)}
-    floats = {}
-    for name, fmt in formats.items():
-        try:
-            if len(source.shape(name)) > 1:
-                same_type(fmt).row_bytes(source.shape(name)[-1])
-                if isinstance(fmt, Ternary):
-                    fmt.f16_multiplier(source.tensor(name).planes)
-        except FormatError as error:
-            if others is None:
-                raise FormatError(
-                    f"tensor {name!r}: {str(error).partition('; ask for')[0]}; --others bf16 (or "
-                    "f16, f32) makes such matrices floats, --to iebin keeps them"
-                ) from None
-            floats[name] = others
+
+    def check(name: str, fmt: Format) -> None:
+        if len(source.shape(name)) > 1:
+            same_type(fmt).row_bytes(source.shape(name)[-1])
+            if isinstance(fmt, Ternary):
+                fmt.f16_multiplier(source.tensor(name).planes)
+
+    formats, floats = exported_formats(source, inventory(spec), check, others)
     fields: Mapping[str, Any] = {}
     if tokenizer := vocabulary(source):
         begins, config = begins_with_bos(source), source.tokenizer_config
@@ -111,10 +104,9 @@ def plan_gguf_model(
         raise UsageError("--pre has no place: the model has no tokenizer")
     folder = source.path.resolve()
     title = folder.parent.name if folder.name in ("hf", "original") else folder.stem
-    export = plan_gguf(source.config, formats, title, vocab=fields, floats=floats)
-    nbytes = export.nbytes
-    check_free(path, nbytes)
-    return GgufConversion(source, path, export, tuple(floats), nbytes)
+    export = plan_gguf(source.config, formats, title, vocab=fields)
+    check_free(path, export.nbytes)
+    return GgufConversion(source, path, export, floats, export.nbytes)
 
 
 def begins_with_bos(source: Checkpoint) -> bool:

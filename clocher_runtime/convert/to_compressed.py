@@ -17,7 +17,7 @@ from clocher_runtime.checkpoints.checkpoint import Checkpoint
 from clocher_runtime.checkpoints.hf.checkpoint import open_hf
 from clocher_runtime.checkpoints.iebin import Progress, quiet
 from clocher_runtime.checkpoints.locate import CONFIG
-from clocher_runtime.convert.to_iebin import natural, vocabulary
+from clocher_runtime.convert.to_iebin import exported_formats, natural, vocabulary
 from clocher_runtime.disk.output_file import PARTIAL, check_free, sync_directory, write_file
 from clocher_runtime.engine.load import model_spec
 from clocher_runtime.models.families import family_of
@@ -94,13 +94,8 @@ class CompressedConversion:
     source: Checkpoint
     out_dir: Path
     formats: Mapping[str, Format]  # of every tensor, in the order of the files
+    floats: tuple[str, ...]  # names of the tensors that become floats
     nbytes: int  # of the weights
-
-    @property
-    def floats(self) -> tuple[str, ...]:
-        """Names of the matrices that become floats."""
-        stored = self.source.tensors
-        return tuple(n for n, fmt in self.formats.items() if fmt.name != stored[n].format.name)
 
     def run(self, progress: Progress = quiet) -> None:
         """Write the directory. Raises ModelError, UnsupportedModel, OSError."""
@@ -226,27 +221,18 @@ def plan_compressed(
             f"a {spec.family} model as compressed-tensors: its files have other tensors than "
             "Clocher, or experts in a stack, which this writer does not take apart"
         )
-    formats = {name: _format(source, name, others) for name in sorted(source.names, key=natural)}
+
+    def check(name: str, fmt: Format) -> None:
+        if name == EMBED and not isinstance(fmt, Float):
+            raise FormatError(f"{fmt.name}: compressed-tensors has no quantised embedding")
+        if not isinstance(fmt, Float):
+            scheme_of(fmt)
+
+    names = sorted(source.names, key=natural)
+    formats, floats = exported_formats(source, names, check, others)
     nbytes = sum(fmt.nbytes(source.shape(name)) for name, fmt in formats.items())
     check_free(out_dir, nbytes)
-    return CompressedConversion(source, out_dir, formats, nbytes)
-
-
-def _format(source: Checkpoint, name: str, others: str | None) -> Format:
-    fmt = source.tensors[name].format
-    if isinstance(fmt, Float):
-        return fmt
-    try:
-        if name == EMBED:
-            raise FormatError(f"{fmt.name}: compressed-tensors has no quantised embedding")
-        scheme_of(fmt)
-    except FormatError as error:
-        if others is None:
-            raise FormatError(
-                f"tensor {name!r}: {error}; --others bf16 (or f16, f32) makes such matrices floats"
-            ) from None
-        return Float(others)
-    return fmt
+    return CompressedConversion(source, out_dir, formats, floats, nbytes)
 
 
 def _module(name: str) -> str:

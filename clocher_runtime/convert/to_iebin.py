@@ -4,13 +4,13 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from clocher_kernels.errors import UsageError
-from clocher_kernels.formats import Format
+from clocher_kernels.errors import FormatError, UsageError
+from clocher_kernels.formats import Float, Format
 from clocher_kernels.quant_tensor import QuantTensor
 from clocher_runtime.checkpoints import iebin, open_checkpoint
 from clocher_runtime.checkpoints.checkpoint import BIN_NAME, JSON_NAME, Checkpoint
@@ -136,6 +136,32 @@ def refuse_input(source: Checkpoint, *outputs: Path) -> None:
     for path in outputs:
         if os.path.realpath(path) in taken:
             raise UsageError(f"{path}: is the input, or a file of it; choose another output")
+
+
+def exported_formats(
+    source: Checkpoint,
+    names: Iterable[str],
+    check: Callable[[str, Format], None],
+    others: str | None,
+) -> tuple[dict[str, Format], tuple[str, ...]]:
+    """Return the formats of tensors in another container, and which of them become floats.
+
+    `check` raises FormatError for a name and format that the container cannot hold; such a tensor
+    becomes floats of the type `others`, and None refuses it.
+    """
+    formats = {name: source.tensors[name].format for name in names}
+    floats: dict[str, Format] = {}
+    for name, fmt in formats.items():
+        try:
+            check(name, fmt)
+        except FormatError as error:
+            if others is None:
+                raise FormatError(
+                    f"tensor {name!r}: {str(error).partition('; ask for')[0]}; --others bf16 (or "
+                    "f16, f32) makes such matrices floats, --to iebin keeps them"
+                ) from None
+            floats[name] = Float(others)
+    return formats | floats, tuple(floats)
 
 
 def open_source(path: Path) -> Checkpoint:
