@@ -106,7 +106,7 @@ _SPELLED: Mapping[type, str] = {
 class GgufFile:
     """A validated, memory-mapped GGUF file with its attached parts; all in file order.
 
-    Arrays of numbers in `values`, its metadata, are views (bools as u8).
+    Arrays of numbers in its `metadata` are views (bools as u8).
     """
 
     def __init__(self, path: Path) -> None:
@@ -114,7 +114,7 @@ class GgufFile:
         self.file = MappedFile(path)
         header = _Header(self.file)
         self.version = header.version
-        self.values: Mapping[str, Value] = header.values()
+        self.metadata: Mapping[str, Value] = header.values()
         alignment = self.get("general.alignment", int, 32)
         if not 8 <= alignment <= MAX_ALIGNMENT or alignment & (alignment - 1):
             raise FormatError(
@@ -139,7 +139,7 @@ class GgufFile:
 
         An integer is a float, too; an f32 is the shortest decimal that rounds to it.
         """
-        value = self.values.get(key)
+        value = self.metadata.get(key)
         if value is None and default is not None:
             return default
         if kind is float and type(value) is int:
@@ -175,7 +175,7 @@ class Metadata:
 
     def value(self, key: str) -> Any:
         """Return a value of any type, None without one."""
-        return self.file.values.get(f"{self.arch}.{key}")
+        return self.file.metadata.get(f"{self.arch}.{key}")
 
     def layer_types(self, every: int) -> list[str]:
         """Return the layer types: all but every n-th have a window, unless a list says which."""
