@@ -52,7 +52,6 @@ class _Settings(Struct):
     transform_config: Any = None
 
 
-@dataclass(frozen=True, slots=True)
 class _Scheme:
     """How the linears of a config group are stored.
 
@@ -60,11 +59,39 @@ class _Scheme:
     of a group, a "row", the "tensor", or the blocks "b128".
     """
 
-    label: str
-    form: str
-    bits: int
-    symmetric: bool
-    scope: Any  # as in `Int8`, or in `Fp8`
+    def __init__(self, label: str, form: str, weights: Mapping[str, Any]) -> None:
+        def choice(key: str, default: Any, known: tuple[Any, ...], way_out: str = "") -> Any:
+            return one_of(weights, key, default, known, shards.SETTINGS, way_out)
+
+        kinds = {_PACKED: ("int",), _INT: ("int",), _FLOAT: ("float",), _MXFP4: ("float",)}
+        kind = choice("type", "int", kinds.get(form, ("int", "float")))
+        if form == _NAIVE:
+            form = _INT if kind == "int" else _FLOAT
+        known_bits = {_PACKED: (4, 8), _INT: (4, 8), _FLOAT: (8,), _MXFP4: (4,)}[form]
+        bits = choice("num_bits", 8, known_bits, f"{shards.REQUANTISE} with one of these")
+        symmetric = choice("symmetric", True, (True, False))
+        if not symmetric and (form != _PACKED or bits != 4):
+            raise UnsupportedModel(
+                f"{shards.SETTINGS}: {form} of {bits} bits with zero points (symmetric false) has "
+                f"no format here; {shards.REQUANTISE} symmetrically, or as pack-quantized with 4 "
+                "bits"
+            )
+        size = weights.get("group_size")
+        group = None if size is None else shards.columns_per_group(size)
+        inferred = "group" if group else "channel" if size else "tensor"
+        cells = "block" if form == _FLOAT else "group"
+        strategies = ("group",) if form == _MXFP4 else ("tensor", "channel", cells)
+        strategy = choice("strategy", inferred, strategies, shards.REQUANTISE)
+        if (strategy == "group") != (group is not None) or (form == _MXFP4 and group != 32):
+            raise FormatError(
+                f"{shards.SETTINGS}: strategy {strategy} of {form} with group_size {group}"
+            )
+        block = weights.get("block_structure")
+        if strategy == "block" and block not in ([BLOCK, BLOCK], f"{BLOCK}x{BLOCK}"):
+            known = (f"[{BLOCK}, {BLOCK}]",)
+            raise unknown("block_structure", block, known, shards.SETTINGS, shards.REQUANTISE)
+        self.label, self.form, self.bits, self.symmetric = label, form, bits, symmetric
+        self.scope: Any = group or _SCOPES[strategy]  # as in `Int8`, or in `Fp8`
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -95,7 +122,7 @@ def read_compressed(source: shards.Source) -> shards.Tensors:
             form = group.format or settings.format
             if form not in _FORMATS:
                 raise unknown("format", form, _FORMATS, shards.SETTINGS, "save it in one of these")
-            schemes.append(_scheme(label, str(form), group.weights))
+            schemes.append(_Scheme(label, str(form), group.weights))
     if not schemes:
         raise FormatError(f"{shards.SETTINGS}: no config group quantises weights")
     tensors: shards.Tensors = {}
@@ -115,39 +142,6 @@ def read_compressed(source: shards.Source) -> shards.Tensors:
     source.refuse_orphans(".weight_scale", ".weight_zero_point", ".weight_shape", ".weight_g_idx")
     packed_words.note_floats(source, tensors)
     return tensors
-
-
-def _scheme(label: str, form: str, weights: Mapping[str, Any]) -> _Scheme:
-    def choice(key: str, default: Any, known: tuple[Any, ...], way_out: str = "") -> Any:
-        return one_of(weights, key, default, known, shards.SETTINGS, way_out)
-
-    kinds = {_PACKED: ("int",), _INT: ("int",), _FLOAT: ("float",), _MXFP4: ("float",)}
-    kind = choice("type", "int", kinds.get(form, ("int", "float")))
-    if form == _NAIVE:
-        form = _INT if kind == "int" else _FLOAT
-    known_bits = {_PACKED: (4, 8), _INT: (4, 8), _FLOAT: (8,), _MXFP4: (4,)}[form]
-    bits = choice("num_bits", 8, known_bits, f"{shards.REQUANTISE} with one of these")
-    symmetric = choice("symmetric", True, (True, False))
-    if not symmetric and (form != _PACKED or bits != 4):
-        raise UnsupportedModel(
-            f"{shards.SETTINGS}: {form} of {bits} bits with zero points (symmetric false) has no "
-            f"format here; {shards.REQUANTISE} symmetrically, or as pack-quantized with 4 bits"
-        )
-    size = weights.get("group_size")
-    group = None if size is None else shards.columns_per_group(size)
-    inferred = "group" if group else "channel" if size else "tensor"
-    cells = "block" if form == _FLOAT else "group"
-    strategies = ("group",) if form == _MXFP4 else ("tensor", "channel", cells)
-    strategy = choice("strategy", inferred, strategies, shards.REQUANTISE)
-    if (strategy == "group") != (group is not None) or (form == _MXFP4 and group != 32):
-        raise FormatError(
-            f"{shards.SETTINGS}: strategy {strategy} of {form} with group_size {group}"
-        )
-    block = weights.get("block_structure")
-    if strategy == "block" and block not in ([BLOCK, BLOCK], f"{BLOCK}x{BLOCK}"):
-        known = (f"[{BLOCK}, {BLOCK}]",)
-        raise unknown("block_structure", block, known, shards.SETTINGS, shards.REQUANTISE)
-    return _Scheme(label, form, bits, symmetric, group or _SCOPES[strategy])
 
 
 def _tensor(schemes: list[_Scheme], linear: _Linear) -> QuantTensor:

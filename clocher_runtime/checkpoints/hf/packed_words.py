@@ -14,7 +14,6 @@ awq/modules/linear/gemm.py and gemv.py, awq/utils/packing_utils.py.
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
 
 import numpy as np
 
@@ -157,12 +156,8 @@ def _awq_codes(words: np.ndarray) -> np.ndarray:
     return out.reshape(8 * columns, -1)
 
 
-class _Arrays(NamedTuple):
-    """`X.qweight`, `X.qzeros` and `X.scales` of a linear X."""
-
-    words: shards.StoredArray
-    zeros: shards.StoredArray
-    scales: shards.StoredArray
+_Arrays = tuple[shards.StoredArray, shards.StoredArray, shards.StoredArray]
+"""`X.qweight`, `X.qzeros` and `X.scales` of a linear X."""
 
 
 def _linears(source: shards.Source) -> Iterator[tuple[str, _Arrays]]:
@@ -174,7 +169,7 @@ def _linears(source: shards.Source) -> Iterator[tuple[str, _Arrays]]:
         words.expect(("I32",))
         zeros.expect(("I32",))
         scales.expect(shards.FLOATS)
-        yield stem, _Arrays(words, zeros, scales)
+        yield stem, (words, zeros, scales)
     source.refuse_orphans(".qzeros", ".scales", ".g_idx")
 
 
@@ -203,7 +198,7 @@ def read_gptq(source: shards.Source) -> shards.Tensors:
     for stem, arrays in _linears(source):
         order = source.rest.get(f"{stem}.g_idx")
         if order is not None or act_order:
-            order = source.claim(f"{stem}.g_idx", arrays.words)
+            order = source.claim(f"{stem}.g_idx", arrays[0])
         one = _gptq(bits, version == "gptq", order, symmetric, group, arrays)
         tensors[f"{stem}.weight"] = one
     note_floats(source, tensors)
