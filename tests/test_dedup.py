@@ -50,9 +50,9 @@ from clocher_runtime.config.commands import RunConfig
 from clocher_runtime.config.values import Given
 from clocher_runtime.convert import dedup_writer as encoder
 from clocher_runtime.convert.dedup_writer import (
+    Deduplication,
     choose,
     choose_stream,
-    plan_dedup,
     restore,
 )
 from clocher_runtime.disk.plane_index import Region, seal
@@ -264,7 +264,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     found = {}
     for model in (GPTOSS, BITNET, LLAMA):
         found[model.name] = iebin(model, root / model.name)
-        plan_dedup(root / model.name).run()
+        Deduplication(root / model.name).run()
     return found
 
 
@@ -329,7 +329,7 @@ def test_restored_byte_for_byte(models: dict[str, Path], tmp_path: Path, name: s
 
 
 def test_output_depends_on_the_input_alone(llama: Path, models: dict[str, Path]) -> None:
-    plan = plan_dedup(llama)
+    plan = Deduplication(llama)
     plan.run()
     assert plan.nbytes == pytest.approx(
         sum((llama / name).stat().st_size for name in NAMES), rel=2e-3
@@ -345,7 +345,7 @@ def test_equal_tensors_are_stored_once(tmp_path: Path) -> None:
         writer.add("embed", tensor)
         writer.add("head", tensor)
         writer.commit({}, {}, {}, None, {"container": "none"})
-    plan = plan_dedup(tmp_path)
+    plan = Deduplication(tmp_path)
     plan.run()
     assert [plane.mode for plane in plan.planes] == ["raw", "same"]
     found = open_deduplicated(tmp_path, verify=True)
@@ -404,7 +404,7 @@ def test_a_damaged_source_is_refused(llama: Path) -> None:
     data[1000] ^= 1
     (llama / "model.ie.bin").write_bytes(data)
     with pytest.raises(FormatError, match="the file is damaged"):
-        plan_dedup(llama)
+        Deduplication(llama)
 
 
 def reseal(directory: Path, change: Callable[[dict[str, Any]], None]) -> None:
@@ -557,7 +557,7 @@ def slow(*arguments):
         time.sleep(60)
     return real(*arguments)
 writer.{function} = slow
-writer.plan_dedup(Path(sys.argv[1])).run()
+writer.Deduplication(Path(sys.argv[1])).run()
 """
 
 
@@ -579,7 +579,7 @@ def test_killed_at_any_moment_it_leaves_the_model(llama: Path, function: str, ca
     assert (llama / INDEX_NAME).exists() == kept
     if kept:
         open_deduplicated(llama, verify=True)
-    plan_dedup(llama).run()
+    Deduplication(llama).run()
     open_deduplicated(llama, verify=True)
     assert not list(llama.glob("*.partial"))
 
@@ -587,7 +587,7 @@ def test_killed_at_any_moment_it_leaves_the_model(llama: Path, function: str, ca
 def test_a_full_disk_leaves_nothing(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in NAMES:
         (llama / name).unlink()
-    plan = plan_dedup(llama)
+    plan = Deduplication(llama)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(9, 9, 1000))
     with pytest.raises(OSError, match="too little"):
         plan.run()

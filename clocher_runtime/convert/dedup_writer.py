@@ -6,7 +6,7 @@ Each plane is stored in the smallest way, and written piece by piece.
 import json
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +16,7 @@ from clocher_runtime.checkpoints.checkpoint import BIN_NAME, JSON_NAME
 from clocher_runtime.checkpoints.dedup import codec
 from clocher_runtime.checkpoints.dedup import index as dedup_index
 from clocher_runtime.checkpoints.dedup.reader import DedupFile, open_pair
-from clocher_runtime.checkpoints.iebin import IebinIndex, PlaneWriter, Progress, quiet, read_index
+from clocher_runtime.checkpoints.iebin import IebinIndex, PlaneWriter, Progress, quiet
 from clocher_runtime.disk.files import MappedFile
 from clocher_runtime.disk.output_file import check_free, sync_directory, write_file
 from clocher_runtime.disk.plane_index import DAMAGED, Region, check_hashes
@@ -144,14 +144,31 @@ def _write_stream(
     put(rank, np.cumsum(np.concatenate(ranks))[1:-1].astype("<u4"))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class Deduplication:
-    """The plan of a deduplication: nothing has been written."""
+    """The deduplicated weights of a model: planned, ready to be written beside it."""
 
-    directory: Path  # where the model is, and where the output goes
-    index: IebinIndex
-    planes: tuple[dedup_index.StoredPlane, ...]  # how and where each will be stored
-    nbytes: int  # of the output
+    def __init__(self, directory: Path, progress: Progress = quiet) -> None:
+        """Read a model and decide how and where each plane is stored."""
+        self.directory, self._index = directory, IebinIndex(directory / JSON_NAME)
+        if not os.path.isfile(directory / BIN_NAME):
+            raise ModelNotFound(f"{directory}: no {BIN_NAME}; restore it first (--restore)")
+        planes: list[dedup_index.StoredPlane] = []
+        seen: dict[tuple[object, str], int] = {}
+        done = 0
+        for number, (raw, data) in enumerate(_planes(directory, self._index)):
+            first = seen.setdefault((raw.plane, raw.sha256), number)
+            if first < number:
+                planes.append(replace(raw, mode="same", of=first))
+            else:
+                where = f"{BIN_NAME}: tensor {raw.tensor!r}: "
+                check_hashes({raw.key: data}, {raw.key: raw.sha256}, where, DAMAGED)
+                planes.append(choose(raw, data))
+            done += raw.plane.nbytes
+            progress(done, raw.tensor)
+        self.planes, ends = dedup_index.placed(planes)
+        stored = sum(ends.values())
+        dedup_index.check_expansion(planes, stored, str(directory))
+        self.nbytes = stored + sum(len(json.dumps(plane.document())) + 2 for plane in planes)
 
     def run(self, progress: Progress = quiet) -> None:
         """Write the output, worth it or not. Raises FormatError, UsageError, OSError."""
@@ -160,12 +177,12 @@ class Deduplication:
         paths = {kind: self.directory / dedup_index.FILE_NAMES[kind] for kind in dedup_index.KINDS}
         done = 0
         with PlaneWriter(paths) as writer:
-            planes = _planes(self.directory, self.index)
+            planes = _planes(self.directory, self._index)
             for plane, (_, data) in zip(self.planes, planes, strict=True):
                 encode(plane, data, writer.put)
                 done += plane.plane.nbytes
                 progress(done, plane.tensor)
-            index = dedup_index.DedupIndex(self.index.bin, writer.sync(), self.planes)
+            index = dedup_index.DedupIndex(self._index.bin, writer.sync(), self.planes)
             written = {kind: file.path for kind, file in writer.files.items()}
             DedupFile(path, index, written).verify()
             try:
@@ -174,31 +191,6 @@ class Deduplication:
             except OSError:
                 remove_dedup(self.directory)
                 raise
-
-
-def plan_dedup(directory: Path, progress: Progress = quiet) -> Deduplication:
-    """Read a model and decide how each plane is stored."""
-    index = read_index(directory / JSON_NAME)
-    if not os.path.isfile(directory / BIN_NAME):
-        raise ModelNotFound(f"{directory}: no {BIN_NAME}; restore it first (--restore)")
-    planes: list[dedup_index.StoredPlane] = []
-    seen: dict[tuple[object, str], int] = {}
-    done = 0
-    for number, (raw, data) in enumerate(_planes(directory, index)):
-        first = seen.setdefault((raw.plane, raw.sha256), number)
-        if first < number:
-            planes.append(replace(raw, mode="same", of=first))
-        else:
-            where = f"{BIN_NAME}: tensor {raw.tensor!r}: "
-            check_hashes({raw.key: data}, {raw.key: raw.sha256}, where, DAMAGED)
-            planes.append(choose(raw, data))
-        done += raw.plane.nbytes
-        progress(done, raw.tensor)
-    placed, ends = dedup_index.placed(planes)
-    stored = sum(ends.values())
-    dedup_index.check_expansion(planes, stored, str(directory))
-    nbytes = stored + sum(len(json.dumps(plane.document())) + 2 for plane in planes)
-    return Deduplication(directory, index, placed, nbytes)
 
 
 def remove_dedup(directory: Path) -> None:

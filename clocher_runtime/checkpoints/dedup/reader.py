@@ -13,7 +13,7 @@ from clocher_kernels.quant_tensor import QuantTensor
 from clocher_runtime.checkpoints import checkpoint
 from clocher_runtime.checkpoints.dedup import codec
 from clocher_runtime.checkpoints.dedup import index as dedup_index
-from clocher_runtime.checkpoints.iebin import IebinIndex, read_index
+from clocher_runtime.checkpoints.iebin import IebinIndex
 from clocher_runtime.disk.files import MappedFile, read_bytes, sha256_of
 from clocher_runtime.disk.plane_index import Region, check_padding
 from clocher_runtime.disk.strict_json import MAX_JSON_BYTES, prefixed
@@ -136,7 +136,7 @@ def has_dedup(directory: Path) -> bool:
 
 def open_pair(directory: Path) -> tuple[IebinIndex, DedupFile]:
     """Open a model's document and its deduplicated weights, which must belong to it."""
-    index, path = read_index(directory / checkpoint.JSON_NAME), directory / dedup_index.INDEX_NAME
+    index, path = IebinIndex(directory / checkpoint.JSON_NAME), directory / dedup_index.INDEX_NAME
     raw = [plane for plane, _ in dedup_index.raw_planes(index)]
     data = read_bytes(path, MAX_JSON_BYTES)
     stored = dedup_index.parse_index(data, str(path), index.bin, raw)
