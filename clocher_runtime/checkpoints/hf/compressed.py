@@ -15,7 +15,6 @@ Source: compressed-tensors src/compressed_tensors/{compressors,quantization}.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Annotated, Any
 
 import numpy as np
@@ -94,15 +93,16 @@ class _Scheme:
         self.scope: Any = group or _SCOPES[strategy]  # as in `Int8`, or in `Fp8`
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class _Linear:
-    """The arrays of one linear X; shape, zero and g_idx are optional."""
+    """The arrays of one linear X."""
 
-    weight: shards.StoredArray
-    scale: shards.StoredArray
-    shape: shards.StoredArray | None
-    zero: shards.StoredArray | None
-    g_idx: shards.StoredArray | None
+    def __init__(self, source: shards.Source, name: str, stem: str) -> None:
+        """Claim the weight of this name and what belongs to it. Raises FormatError."""
+        self.weight = source.rest.pop(name)
+        self.scale = source.claim(f"{stem}.weight_scale", self.weight)
+        self.shape = source.rest.pop(f"{stem}.weight_shape", None)
+        self.zero = source.rest.pop(f"{stem}.weight_zero_point", None)
+        self.g_idx = source.rest.pop(f"{stem}.weight_g_idx", None)
 
 
 def read_compressed(source: shards.Source) -> shards.Tensors:
@@ -132,13 +132,7 @@ def read_compressed(source: shards.Source) -> shards.Tensors:
         stem = name.removesuffix("_packed").removesuffix(".weight")
         if stem in settings.ignore:
             raise FormatError(f"{source.rest[name].where}: packed, but ignore lists {stem!r}")
-        weight = source.rest.pop(name)
-        optional = (
-            source.rest.pop(f"{stem}.weight_{part}", None)
-            for part in ("shape", "zero_point", "g_idx")
-        )
-        linear = _Linear(weight, source.claim(f"{stem}.weight_scale", weight), *optional)
-        tensors[f"{stem}.weight"] = _tensor(schemes, linear)
+        tensors[f"{stem}.weight"] = _tensor(schemes, _Linear(source, name, stem))
     source.refuse_orphans(".weight_scale", ".weight_zero_point", ".weight_shape", ".weight_g_idx")
     packed_words.note_floats(source, tensors)
     return tensors
