@@ -21,7 +21,7 @@ from bench.linear import ENGINES, Problem, clocher, exact_product
 from bench.record import KINDS, Kind, Row, write_json
 from clocher_runtime.checkpoints.locate import embedded_model
 from clocher_runtime.command.flags import option
-from clocher_runtime.convert.synthetic import plan_synthesis
+from clocher_runtime.convert.synthetic import Synthesis
 from clocher_runtime.quality.statistics import ratio
 from cpu_fallback.team.bandwidth import Reader
 
@@ -31,7 +31,7 @@ FAST = ["--rounds", "2", "--mib", "2"]
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out_dir = tmp_path_factory.mktemp("tiny-llama")
-    plan_synthesis("tiny-llama", "int4", out_dir, gguf=True).run()
+    Synthesis("tiny-llama", "int4", out_dir, gguf=True).run()
     return out_dir
 
 

@@ -34,7 +34,7 @@ from clocher_kernels.formats import parse_format
 from clocher_kernels.quant_tensor import encode
 from clocher_runtime.checkpoints import open_checkpoint
 from clocher_runtime.convert import rounding
-from clocher_runtime.convert.to_iebin import plan_conversion
+from clocher_runtime.convert.to_iebin import Conversion
 
 to_iebin = partial(run_script, "hf_to_iebin")
 TEMPLATE: dict[str, Any] = {
@@ -222,7 +222,7 @@ def test_a_rule_means(
 
 def test_the_first_rule_that_matches_decides(tmp_path: Path) -> None:
     rules = [{"pattern": "embed.*", "dtype": "int8w"}, {"pattern": ".*", "dtype": "int4w"}]
-    conversion = plan_conversion(
+    conversion = Conversion(
         write_hf(tmp_path / "hf", SMALL), tmp_path, manifest(tmp_path / "q4.json", *rules)
     )
     names = {name: fmt.name for name, fmt in conversion.formats.items()}
@@ -320,9 +320,9 @@ def test_memory_is_bounded_by_the_largest_tensor(tmp_path: Path) -> None:
     path = manifest(tmp_path / "q4.json", {"pattern": r"[0-9]*[02468]\.weight", "dtype": "int4w"})
     code = (
         "import resource, sys; from pathlib import Path;"
-        "from clocher_runtime.convert.to_iebin import plan_conversion;"
+        "from clocher_runtime.convert.to_iebin import Conversion;"
         "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss;"
-        "before = peak(); plan_conversion(*map(Path, sys.argv[1:])).run();"
+        "before = peak(); Conversion(*map(Path, sys.argv[1:])).run();"
         "print(peak() - before)"
     )
     done = python("-c", code, model, tmp_path / "out", path, check=True)

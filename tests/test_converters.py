@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,8 +36,8 @@ from clocher_kernels.quant_tensor import QuantTensor, encode
 from clocher_runtime.checkpoints import open_checkpoint
 from clocher_runtime.checkpoints.iebin import IebinWriter
 from clocher_runtime.checkpoints.q4 import Q4_0, open_index
-from clocher_runtime.convert.q4_planes import make_index, plan_append, plan_q4
-from clocher_runtime.convert.to_iebin import plan_conversion
+from clocher_runtime.convert.q4_planes import AppendJob, Q4Job, make_index
+from clocher_runtime.convert.to_iebin import Conversion
 from clocher_runtime.disk.output_file import OutputFile
 from clocher_runtime.disk.plane_index import seal
 
@@ -71,7 +70,7 @@ def run(command: str, cwd: Path, **variables: str) -> subprocess.CompletedProces
 
 
 def q4_job(hf: Path, folder: Path, **options: Any) -> Any:
-    return plan_q4(
+    return Q4Job(
         hf,
         folder / "model.q4.bin",
         folder / "model.q4.scales.fp16.bin",
@@ -347,9 +346,9 @@ def test_what_is_left_out_is_listed_with_the_reason(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no float matrix to encode: vector"):
         q4_job(write_hf(tmp_path / "hf3", {"a_proj.weight": array("F32", 4)}), tmp_path)
     with pytest.raises(UsageError, match="three different files"):
-        plan_q4(tmp_path / "hf", tmp_path / "a", tmp_path / "a", tmp_path / "b")
+        Q4Job(tmp_path / "hf", tmp_path / "a", tmp_path / "a", tmp_path / "b")
     with pytest.raises(UsageError, match="or a file of it"):
-        plan_q4(tmp_path / "hf", tmp_path / "hf/model.safetensors", tmp_path / "a", tmp_path / "b")
+        Q4Job(tmp_path / "hf", tmp_path / "hf/model.safetensors", tmp_path / "a", tmp_path / "b")
 
 
 def test_a_manifest_of_other_weights_is_refused(tmp_path: Path) -> None:
@@ -431,7 +430,8 @@ def without_attention(folder: Path) -> tuple[Path, Path]:
     out = folder / "out"
     convert(hf, out)
     job = q4_job(hf, out)
-    replace(job, names=tuple(name for name in job.names if "attn" not in name)).run()
+    job.names = tuple(name for name in job.names if "attn" not in name)
+    job.run()
     make_index(out, out / "q4.json")
     return hf, out
 
@@ -442,10 +442,10 @@ def test_appended_matrices_are_those_of_a_whole_run(tmp_path: Path) -> None:
     assert len(json.loads(before)["tensors"]) == 1
     with (out / "model.q4.bin").open("ab") as file:
         file.write(b"what a killed run has left")
-    job = plan_append(hf, compat(out), out / "model.q4.bin")
+    job = AppendJob(hf, compat(out), out / "model.q4.bin")
     assert (len(job.names), job.present) == (2, ())
     job.run()
-    assert plan_append(hf, compat(out), out / "model.q4.bin").names == ()
+    assert AppendJob(hf, compat(out), out / "model.q4.bin").names == ()
     checkpoint, source = open_index(compat(out)), open_checkpoint(hf)
     checkpoint.verify()
     for name in checkpoint.names:
@@ -461,10 +461,10 @@ def test_appending_to_files_that_changed_is_refused(tmp_path: Path) -> None:
     hf, out = without_attention(tmp_path)
     (out / "model.q4.bin").write_bytes(bytes((out / "model.q4.bin").stat().st_size))
     with pytest.raises(FormatError, match="do not match the SHA-256 in the index"):
-        plan_append(hf, compat(out), out / "model.q4.bin").run()
+        AppendJob(hf, compat(out), out / "model.q4.bin").run()
     compat(out).unlink()
     with pytest.raises(UsageError, match=r"rebuild_dedup_and_quant\.sh --model-dir"):
-        plan_append(hf, compat(out), out / "model.q4.bin")
+        AppendJob(hf, compat(out), out / "model.q4.bin")
 
 
 # Resuming.
@@ -486,7 +486,7 @@ def interrupted(job: Any, after: int) -> None:
 
 def jobs(hf: Path, out: Path) -> dict[str, Any]:
     out.mkdir(parents=True, exist_ok=True)
-    return {"convert": plan_conversion(hf, out), "q4": q4_job(hf, out, include_lm_head=True)}
+    return {"convert": Conversion(hf, out), "q4": q4_job(hf, out, include_lm_head=True)}
 
 
 @pytest.mark.parametrize("kind", ["convert", "q4"])
@@ -539,8 +539,8 @@ def test_only_what_is_proved_is_taken_over(kind: str, spoil: str, tmp_path: Path
 
 def test_another_manifest_starts_over(tmp_path: Path) -> None:
     hf, out = small_model(tmp_path)
-    interrupted(plan_conversion(hf, tmp_path / "new"), 3)
-    assert plan_conversion(hf, tmp_path / "new", out / "q4.json").run() == 0
+    interrupted(Conversion(hf, tmp_path / "new"), 3)
+    assert Conversion(hf, tmp_path / "new", out / "q4.json").run() == 0
     open_checkpoint(tmp_path / "new", verify=True)
 
 
@@ -549,16 +549,16 @@ def test_a_hostile_journal_is_ignored(entry: object, tmp_path: Path) -> None:
     hf = write_hf(tmp_path / "hf", {"a": array("F32", 9), "b": array("F32", 9)})
     convert(hf, tmp_path / "whole")
     out = tmp_path / "out"
-    interrupted(plan_conversion(hf, out), 0)
+    interrupted(Conversion(hf, out), 0)
     journal = next(out.glob("*.journal"))
     head, line = journal.read_text().splitlines()
     document = json.loads(line)
     for key in ("planes", "shape", "name"):
         document[key] = entry
         journal.write_text(f"{head}\n{json.dumps(document)}\n")
-        interrupted(plan_conversion(hf, out), 0)
+        interrupted(Conversion(hf, out), 0)
     journal.write_text(f"{head}\n{json.dumps(json.loads(line) | {'planes': {'data': entry}})}\n")
-    assert plan_conversion(hf, out).run() == 0
+    assert Conversion(hf, out).run() == 0
     assert digests(out) == digests(tmp_path / "whole")
 
 
@@ -607,7 +607,7 @@ def crash_append_at_every_step(hf: Path, model: Path, folder: Path, reference: P
 
 
 def append(hf: Path, out: Path) -> None:
-    plan_append(hf, compat(out), out / "model.q4.bin").run()
+    AppendJob(hf, compat(out), out / "model.q4.bin").run()
 
 
 def kill_at_random(hf: Path, folder: Path, reference: Path, kind: str, kills: int) -> None:
@@ -775,7 +775,7 @@ def test_memory_is_at_most_three_tensors(kind: str, tmp_path: Path) -> None:
         "transposed": f"hf_to_iebin.py --out-dir {out}",
     }
     if kind == "packed q4":
-        plan_q4(hf, out / "q", out / "s", out / "m").run()
+        Q4Job(hf, out / "q", out / "s", out / "m").run()
     script, *args = commands[kind].split()
     code = (
         "import runpy, sys\n"

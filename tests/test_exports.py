@@ -13,9 +13,9 @@ from clocher_kernels.errors import FormatError, UnsupportedModel
 from clocher_kernels.formats import parse_format
 from clocher_runtime.checkpoints import open_checkpoint
 from clocher_runtime.checkpoints.checkpoint import Checkpoint
-from clocher_runtime.convert.gguf import plan_gguf
-from clocher_runtime.convert.gguf_model import plan_gguf_model
-from clocher_runtime.convert.to_compressed import plan_compressed
+from clocher_runtime.convert.gguf import GgufExport
+from clocher_runtime.convert.gguf_model import GgufConversion
+from clocher_runtime.convert.to_compressed import CompressedConversion
 from clocher_runtime.models.families import spec_from_config
 from clocher_runtime.models.inventory import inventory
 from clocher_runtime.text.tokenizer import Tokenizer
@@ -52,7 +52,7 @@ def test_a_gguf_file_has_the_numbers_and_the_tokens(
 ) -> None:
     source = quantised(tmp_path, **rule)
     path = tmp_path / "m.gguf"
-    plan_gguf_model(source, path, pre="llama-bpe").run()
+    GgufConversion(source, path, pre="llama-bpe").run()
     written = open_checkpoint(path, verify=True)
     assert_same(source, written)
     kinds = {t.name: t.tensor_type.name for t in gguf.GGUFReader(path).tensors}
@@ -66,10 +66,10 @@ def test_a_gguf_file_has_the_numbers_and_the_tokens(
 def test_what_gguf_cannot_hold_is_refused_or_becomes_floats(tmp_path: Path) -> None:
     source = quantised(tmp_path, dtype="fp8")
     with pytest.raises(FormatError, match="--others bf16"):
-        plan_gguf_model(source, tmp_path / "m.gguf", pre="llama-bpe")
+        GgufConversion(source, tmp_path / "m.gguf", pre="llama-bpe")
     with pytest.raises(UnsupportedModel, match="--pre NAME"):
-        plan_gguf_model(source, tmp_path / "m.gguf", "f32")
-    job = plan_gguf_model(source, tmp_path / "m.gguf", "f32", "llama-bpe")
+        GgufConversion(source, tmp_path / "m.gguf", "f32")
+    job = GgufConversion(source, tmp_path / "m.gguf", "f32", "llama-bpe")
     assert len(job.floats) == 7
     job.run()
     assert_same(source, open_checkpoint(tmp_path / "m.gguf"))
@@ -92,7 +92,7 @@ def test_bitnet_that_others_compute_otherwise_is_refused(change: dict[str, bool]
     config = source.config | change
     formats = dict.fromkeys(inventory(spec_from_config(config)), parse_format("f32"))
     with pytest.raises(UnsupportedModel, match=r"an own head or biases as GGUF.*--to iebin"):
-        plan_gguf(config, formats, "x")
+        GgufExport(config, formats, "x")
 
 
 def test_a_window_that_llama_cpp_does_not_have_is_said(tmp_path: Path) -> None:
@@ -101,7 +101,7 @@ def test_a_window_that_llama_cpp_does_not_have_is_said(tmp_path: Path) -> None:
     for window, said in ((64, True), (None, False)):
         changed = {"architectures": ["MistralForCausalLM"], "sliding_window": window}
         (model / "config.json").write_text(json.dumps(config | changed))
-        job = plan_gguf_model(open_checkpoint(model), tmp_path / "m.gguf", pre="llama-bpe")
+        job = GgufConversion(open_checkpoint(model), tmp_path / "m.gguf", pre="llama-bpe")
         job.run()
         assert ("more than 64 tokens" in "".join(job.export.notes)) == said
 
@@ -121,7 +121,7 @@ def test_a_window_that_llama_cpp_does_not_have_is_said(tmp_path: Path) -> None:
 )
 def test_a_compressed_directory_has_the_same_bytes(rule: dict[str, object], tmp_path: Path) -> None:
     source = quantised(tmp_path, **rule)
-    plan_compressed(source, tmp_path / "out").run()
+    CompressedConversion(source, tmp_path / "out").run()
     written = open_checkpoint(tmp_path / "out", verify=True)
     assert_same(source, written)
     for name in source.names:

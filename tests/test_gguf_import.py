@@ -33,7 +33,7 @@ from clocher_runtime.checkpoints import open_checkpoint
 from clocher_runtime.checkpoints.checkpoint import Checkpoint
 from clocher_runtime.checkpoints.gguf.checkpoint import open_gguf
 from clocher_runtime.checkpoints.gguf.file import MAX_TENSORS, GgufFile, Strings
-from clocher_runtime.convert.gguf import plan_gguf
+from clocher_runtime.convert.gguf import GgufExport
 from clocher_runtime.engine.load import load_model
 from clocher_runtime.text.tokenizer import Tokenizer
 from cpu_fallback.tiles import tile_pack
@@ -296,7 +296,7 @@ def test_logits_equal_the_hugging_face_route(
 def test_what_the_exporter_wrote_comes_back(model: Path, tmp_path: Path) -> None:
     source = open_checkpoint(model)
     formats = {name: tensor.format for name, tensor in source.tensors.items()}
-    plan_gguf(source.config, formats, "x").write(source, tmp_path / "a.gguf")
+    GgufExport(source.config, formats, "x").write(source, tmp_path / "a.gguf")
     result = open_checkpoint(tmp_path, verify=True)
     assert result.kind == "gguf" and result.names == tuple(result.tensors)
     for name in result.names:
@@ -354,7 +354,7 @@ def test_experts_of_two_tensors_become_one(kind: Kind, tmp_path: Path) -> None:
 def test_blocks_are_exported_byte_for_byte(kind: Kind, tmp_path: Path) -> None:
     source = open_gguf(write_gguf(tmp_path / "a.gguf", TINY_CONFIG, tiny_tensors(kind, "out")))
     formats = {name: tensor.format for name, tensor in source.tensors.items()}
-    plan_gguf(source.config, formats, "x").write(source, tmp_path / "b.gguf")
+    GgufExport(source.config, formats, "x").write(source, tmp_path / "b.gguf")
     first, second = GgufFile(tmp_path / "a.gguf"), GgufFile(tmp_path / "b.gguf")
     for name, info in first.tensors.items():
         assert second.tensors[name].kind == info.kind
@@ -579,7 +579,7 @@ def test_version_2_and_every_value_type_are_read(tmp_path: Path) -> None:
     )
     file = GgufFile(path)
     assert file.version == 2
-    assert [file.value(f"k{t}") for t in formats] == [3] * len(formats)
+    assert [file.metadata[f"k{t}"] for t in formats] == [3] * len(formats)
     assert file.get("flag", bool, False) is True and file.get("word", str) == "é"
     assert file.get("list", np.ndarray).tolist() == [-1, 7]
     assert file.get("words", Strings).texts() == ["", "xy"]

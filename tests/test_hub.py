@@ -16,7 +16,6 @@ from clocher_runtime.checkpoints.hf.hub import (
     PATTERNS,
     Download,
     local_or_fetched,
-    plan_download,
     published_as,
 )
 from clocher_runtime.convert.to_iebin import open_source
@@ -27,7 +26,7 @@ script = partial(python, SCRIPTS / "download_gpt_oss_20b.py")
 
 def fetch(out: Path, *patterns: str) -> Download:
     """Download the wanted files and return the plan."""
-    download = plan_download("own/tiny", out, patterns or PATTERNS)
+    download = Download("own/tiny", out, patterns or PATTERNS)
     download.run()
     return download
 
@@ -38,7 +37,7 @@ def wanted() -> dict[str, bytes]:
 
 def test_the_top_folder_without_pickles_is_fetched(server: Hub, tmp_path: Path) -> None:
     checked: list[str] = []
-    download = plan_download("own/tiny", tmp_path / "new" / "hf")
+    download = Download("own/tiny", tmp_path / "new" / "hf")
     assert not (tmp_path / "new").exists() and server.fetched() == []
     assert download.run(checked.append) == tmp_path / "new" / "hf"
     assert contents(tmp_path / "new" / "hf") == wanted()
@@ -49,21 +48,21 @@ def test_the_top_folder_without_pickles_is_fetched(server: Hub, tmp_path: Path) 
 def test_a_second_run_fetches_nothing(server: Hub, tmp_path: Path) -> None:
     fetch(tmp_path)
     server.requests.clear()
-    assert fetch(tmp_path).missing == () and server.fetched() == []
+    assert fetch(tmp_path).missing == [] and server.fetched() == []
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
 @pytest.mark.parametrize("cached", [False, True], ids=["directory", "cache"])
 def test_a_damaged_file_is_removed(server: Hub, tmp_path: Path, name: str, cached: bool) -> None:
-    folder = plan_download("own/tiny", None if cached else tmp_path).run()
+    folder = Download("own/tiny", None if cached else tmp_path).run()
     path = folder / name
     before = path.stat()
     path.write_bytes(b"x" * before.st_size)
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
     with pytest.raises(FormatError, match=f"not what the hub lists, and removed: {name}; run it"):
-        plan_download("own/tiny", None if cached else tmp_path).run()
+        Download("own/tiny", None if cached else tmp_path).run()
     assert not path.exists()
-    plan_download("own/tiny", None if cached else tmp_path).run()
+    Download("own/tiny", None if cached else tmp_path).run()
     assert contents(folder) == wanted()
 
 
@@ -171,7 +170,7 @@ def test_wrong_requests(
     server: Hub, tmp_path: Path, options: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
-        plan_download(**{"repo": "own/tiny", "directory": tmp_path} | options)
+        Download(**{"repo": "own/tiny", "directory": tmp_path} | options)
 
 
 @pytest.mark.parametrize(

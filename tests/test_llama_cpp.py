@@ -24,10 +24,11 @@ from test_exports import quantised
 from weight_files import BITNET, GPTOSS, LLAMA, rng
 
 from clocher_kernels.errors import UnsupportedModel
+from clocher_kernels.formats import Float
 from clocher_runtime.checkpoints import open_checkpoint
 from clocher_runtime.checkpoints.checkpoint import Checkpoint
-from clocher_runtime.convert.gguf import plan_gguf
-from clocher_runtime.convert.gguf_model import plan_gguf_model
+from clocher_runtime.convert.gguf import GgufExport
+from clocher_runtime.convert.gguf_model import GgufConversion
 from clocher_runtime.engine.load import load_model
 from clocher_runtime.engine.session import Session
 from clocher_runtime.text.tokenizer import Tokenizer
@@ -185,7 +186,7 @@ def test_what_convert_writes_has_the_same_perplexity(
 ) -> None:
     source = open_checkpoint(what) if isinstance(what, Path) else quantised(tmp_path, **what)
     path = tmp_path / "m.gguf"
-    plan_gguf_model(source, path, "bf16", "llama-bpe").run()
+    GgufConversion(source, path, "bf16", "llama-bpe").run()
     expanded = llama_cpp.quantized(path, tmp_path / "f32.gguf", "F32")
     written = as_llama_cpp(open_checkpoint(path))
     ids = Tokenizer(written.tokenizer_source, written.tokenizer_config).encode(TEXT.read_text())
@@ -215,7 +216,7 @@ def test_random_models_have_the_same_perplexity(family: str, seed: int, tmp_path
     (tmp_path / "model" / "tokenizer.json").write_text(letters(config["vocab_size"]))
     text, path = tmp_path / "text", tmp_path / "m.gguf"
     text.write_text("".join(rng("letters").choice([*string.ascii_letters], size * (WINDOWS + 1))))
-    job = plan_gguf_model(open_checkpoint(tmp_path / "model"), path, pre="gpt-2")
+    job = GgufConversion(open_checkpoint(tmp_path / "model"), path, pre="gpt-2")
     try:
         job.run()
     except UnsupportedModel as refusal:
@@ -230,7 +231,7 @@ def test_random_models_have_the_same_perplexity(family: str, seed: int, tmp_path
 
 def test_bitnet_is_refused_by_llama_cpp_and_right_in_bitnet_cpp(tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
-    plan_gguf_model(open_checkpoint(BITNET), path, pre="llama-bpe").run()
+    GgufConversion(open_checkpoint(BITNET), path, pre="llama-bpe").run()
     try:
         theirs = llama_cpp.perplexity(path, TEXT, WINDOW, WINDOWS)
     except AssertionError as refusal:
@@ -288,11 +289,8 @@ def test_rows_that_are_no_whole_blocks_get_other_types(kind: str, tmp_path: Path
 @pytest.mark.parametrize("kind", ["TQ1_0", "TQ2_0"])
 def test_bitnet_files_of_llama_quantize_stay_ternary(kind: str, tmp_path: Path) -> None:
     source = open_checkpoint(BITNET)
-    formats = {name: tensor.format for name, tensor in source.tensors.items()}
-    floats = dict.fromkeys(formats, "f32")
-    plan_gguf(source.config, formats, "x", floats=floats, timed=True).write(
-        source, tmp_path / "f32.gguf"
-    )
+    floats = dict.fromkeys(source.names, Float("f32"))
+    GgufExport(source.config, floats, "x", timed=True).write(source, tmp_path / "f32.gguf")
     path = llama_cpp.quantized(tmp_path / "f32.gguf", tmp_path / f"{kind}.gguf", kind)
     checkpoint = open_checkpoint(path)
     found = {name: tensor.format.name for name, tensor in checkpoint.tensors.items()}

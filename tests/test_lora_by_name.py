@@ -25,7 +25,7 @@ import clocher_runtime
 from clocher_kernels.errors import FormatError, UnsupportedModel, UsageError
 from clocher_kernels.plan import Plan
 from clocher_runtime.checkpoints import open_checkpoint
-from clocher_runtime.checkpoints.hf.lora import Adapters, side_by_side, with_lora
+from clocher_runtime.checkpoints.hf.lora import Adapters, with_lora
 from clocher_runtime.config.commands import RunConfig, ServeConfig, settle
 from clocher_runtime.engine.arguments import Sampling
 from clocher_runtime.engine.load import Model, load_model
@@ -72,7 +72,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def adapters(folders: dict[str, Path], model: Model) -> Adapters:
     named = {name: path for name, path in folders.items() if name}
-    return side_by_side(model.checkpoint, model.spec, named)
+    return Adapters(model.checkpoint, model.spec, named)
 
 
 @pytest.fixture(scope="module")

@@ -20,8 +20,8 @@ import clocher_runtime as clocher
 from clocher_kernels.errors import FormatError, ModelChanged
 from clocher_runtime.checkpoints import open_checkpoint
 from clocher_runtime.checkpoints.dedup.reader import open_deduplicated
-from clocher_runtime.convert.gguf import plan_gguf
-from clocher_runtime.convert.to_iebin import plan_conversion
+from clocher_runtime.convert.gguf import GgufExport
+from clocher_runtime.convert.to_iebin import Conversion
 from clocher_runtime.disk.files import MappedFile
 
 ROOT = Path(__file__).parents[1]
@@ -279,12 +279,12 @@ def test_a_converter_checks_the_hashes_of_an_iebin_pair(pair: Path, tmp_path: Pa
     model = copy_model(pair, tmp_path / "m")
     flip(model / "model.ie.bin", float_plane(model))
     with pytest.raises(FormatError, match=r"has SHA-256 .* expected .* the file is damaged"):
-        plan_conversion(model, tmp_path / "out").run()
+        Conversion(model, tmp_path / "out").run()
     assert not (tmp_path / "out" / "model.ie.json").exists()
     source = open_checkpoint(model)
     formats = {name: tensor.format for name, tensor in source.tensors.items()}
     with pytest.raises(FormatError, match=r"has SHA-256 .* expected .* the file is damaged"):
-        plan_gguf(source.config, formats, "m").write(source, tmp_path / "m.gguf")
+        GgufExport(source.config, formats, "m").write(source, tmp_path / "m.gguf")
 
 
 def test_verify_weights_checks_the_hashes_and_a_normal_start_does_not(

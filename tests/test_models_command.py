@@ -19,7 +19,7 @@ import clocher_runtime
 from clocher_kernels import guards
 from clocher_runtime.checkpoints import Checkpoint, open_checkpoint
 from clocher_runtime.checkpoints.locate import EMBEDDED
-from clocher_runtime.convert.synthetic import plan_synthesis
+from clocher_runtime.convert.synthetic import Synthesis
 from clocher_runtime.engine.footprint import footprint
 from clocher_runtime.engine.load import describe, destined, load_model
 from clocher_runtime.models.build import table_bytes
@@ -237,7 +237,7 @@ def promised(checkpoint: Checkpoint) -> int:
 def test_a_run_takes_what_is_promised(tmp_path: Path, kind: str) -> None:
     folder = tmp_path / "model"
     if kind == "packed":
-        plan_synthesis("llama-1b", "int4", folder, layers=2).run()
+        Synthesis("llama-1b", "int4", folder, layers=2).run()
     else:
         small_llama(folder)
     code = "import sys; from clocher_runtime.cli import main; sys.exit(main())"

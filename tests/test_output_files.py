@@ -14,9 +14,9 @@ from clocher_kernels.errors import UsageError
 from clocher_runtime.checkpoints.checkpoint import JSON_NAME
 from clocher_runtime.checkpoints.hf.checkpoint import open_hf
 from clocher_runtime.checkpoints.iebin import open_iebin
-from clocher_runtime.convert.gguf import plan_gguf
-from clocher_runtime.convert.q4_planes import plan_q4
-from clocher_runtime.convert.to_iebin import plan_conversion
+from clocher_runtime.convert.gguf import GgufExport
+from clocher_runtime.convert.q4_planes import Q4Job
+from clocher_runtime.convert.to_iebin import Conversion
 from clocher_runtime.disk.output_file import Journal, JsonlWriter, OutputFile, write_file
 
 SECRET = b"somebody else's"
@@ -120,14 +120,14 @@ def test_lines_and_gguf(trap: Trap, tmp_path: Path) -> None:
     trap(tmp_path / "a.gguf.partial")
     source = open_hf(LLAMA)
     formats = {name: tensor.format for name, tensor in source.tensors.items()}
-    plan_gguf(source.config, formats, "a").write(source, tmp_path / "a.gguf")
+    GgufExport(source.config, formats, "a").write(source, tmp_path / "a.gguf")
     assert (tmp_path / "a.gguf").read_bytes()[:4] == b"GGUF" and is_untouched(tmp_path)
 
 
 @pytest.mark.parametrize("trap", [link, hard_link, pipe])
 def test_a_conversion_does_not_read_a_strangers_journal(trap: Trap, tmp_path: Path) -> None:
     trap(tmp_path / "model.ie.bin.partial.journal")
-    plan_conversion(LLAMA, tmp_path).run()
+    Conversion(LLAMA, tmp_path).run()
     open_iebin(tmp_path / JSON_NAME, verify=True)
     assert is_untouched(tmp_path)
 
@@ -136,7 +136,7 @@ def test_a_conversion_does_not_read_a_strangers_journal(trap: Trap, tmp_path: Pa
 @traps
 def test_the_planes_of_q4(trap: Trap, name: str, tmp_path: Path) -> None:
     trap(tmp_path / name)
-    job = plan_q4(LLAMA, tmp_path / "c.bin", tmp_path / "s.bin", tmp_path / "m.json")
+    job = Q4Job(LLAMA, tmp_path / "c.bin", tmp_path / "s.bin", tmp_path / "m.json")
     with pytest.raises(OSError):
         job.run()
     assert is_untouched(tmp_path) and not (tmp_path / "m.json").exists()

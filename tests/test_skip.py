@@ -17,7 +17,7 @@ from clocher_kernels.ops.quantize import BITNET, quantize
 from clocher_kernels.ops.rewrite import skip_zeros
 from clocher_kernels.quant_tensor import QuantTensor, encode
 from clocher_runtime.checkpoints import open_checkpoint
-from clocher_runtime.convert.synthetic import plan_synthesis
+from clocher_runtime.convert.synthetic import Synthesis
 from clocher_runtime.engine.footprint import footprint
 from clocher_runtime.engine.load import Destined, Model, load_model
 from cpu_fallback.tiles.columns import columns_of, packed
@@ -109,7 +109,7 @@ def trained() -> Model:
 @pytest.fixture(scope="module")
 def leaning(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
     out = tmp_path_factory.mktemp("leaning")
-    plan_synthesis("tiny-bitnet", "native", out).run()
+    Synthesis("tiny-bitnet", "native", out).run()
     return planted(load_model(open_checkpoint(out)), 80)
 
 

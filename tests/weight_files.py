@@ -17,7 +17,7 @@ from clocher_kernels.formats import parse_format
 from clocher_kernels.quant_tensor import QuantTensor, encode
 from clocher_runtime.checkpoints.hf.shards import DTYPES
 from clocher_runtime.checkpoints.iebin import IebinWriter, Progress, quiet
-from clocher_runtime.convert.to_iebin import Conversion, plan_conversion
+from clocher_runtime.convert.to_iebin import Conversion
 from clocher_runtime.disk.plane_index import seal
 
 ROOT = Path(__file__).parents[1]
@@ -35,7 +35,7 @@ def convert(
     source: Path, out: Path, q4_map: Path | None = None, progress: Progress = quiet
 ) -> Conversion:
     """Convert a checkpoint to IEBIN."""
-    conversion = plan_conversion(source, out, q4_map)
+    conversion = Conversion(source, out, q4_map)
     conversion.run(progress)
     return conversion
 

@@ -6,7 +6,6 @@ new one, or none: a killed writer leaves nothing that a reader accepts.
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -53,7 +52,7 @@ def open_iebin(
 
     `verify` also reads all weights: hashes, padding and codes.
     """
-    index = read_index(Path(json_path))
+    index = IebinIndex(Path(json_path))
     path = Path(bin_path) if bin_path else index.path.parent / BIN_NAME
     file = MappedFile(path, index.bin.nbytes)
     checkpoint = index.checkpoint(tensors_of(index.entries, {"bin": file}), (file,))
@@ -66,14 +65,25 @@ def open_iebin(
     return checkpoint
 
 
-@dataclass(frozen=True, slots=True)
 class IebinIndex:
     """model.ie.json, validated in full, and vocab.json beside it; `entries` in file order."""
 
-    path: Path
-    document: Mapping[str, Any]
-    entries: tuple[Entry, ...]
-    bin: FileFacts
+    def __init__(self, json_path: Path) -> None:
+        """Read the files, and check all that does not need model.ie.bin. Raises ModelError."""
+        self.path, where = json_path, str(json_path)
+        self.document = _DOCUMENT.read(read_bytes(json_path, MAX_JSON_BYTES), where)
+        if "vocab" in self.document:
+            vocab = FileFacts.read(self.document["vocab"], f"{where}: vocab", VOCAB_NAME)
+            path = json_path.parent / VOCAB_NAME
+            if facts_of(read_bytes(path, MAX_VOCAB_BYTES)) != vocab:
+                raise FormatError(
+                    f"{path}: not the vocabulary that {where} describes; convert again"
+                )
+        self.bin = FileFacts.read(self.document["bin"], f"{where}: bin", BIN_NAME)
+        self.entries = read_entries(self.document["tensors"], where)
+        end = self.entries[-1].ends["bin"] if self.entries else 0
+        if self.bin.nbytes != end:
+            raise FormatError(f"{where}: bin.nbytes is {self.bin.nbytes}, the tensors end at {end}")
 
     def checkpoint(
         self, tensors: Mapping[str, QuantTensor], files: tuple[MappedFile, ...]
@@ -102,23 +112,6 @@ def tensors_of(entries: Iterable[Entry], files: Mapping[str, MappedFile]) -> dic
         }
         found[e.name] = stored_tensor(e.shape, e.format, planes, f"{where} {e.name!r}")
     return found
-
-
-def read_index(json_path: Path) -> IebinIndex:
-    """Read model.ie.json and check all that does not need model.ie.bin."""
-    where = str(json_path)
-    document = _DOCUMENT.read(read_bytes(json_path, MAX_JSON_BYTES), where)
-    if "vocab" in document:
-        vocab = FileFacts.read(document["vocab"], f"{where}: vocab", VOCAB_NAME)
-        path = json_path.parent / VOCAB_NAME
-        if facts_of(read_bytes(path, MAX_VOCAB_BYTES)) != vocab:
-            raise FormatError(f"{path}: not the vocabulary that {where} describes; convert again")
-    weights = FileFacts.read(document["bin"], f"{where}: bin", BIN_NAME)
-    entries = read_entries(document["tensors"], where)
-    end = entries[-1].ends["bin"] if entries else 0
-    if weights.nbytes != end:
-        raise FormatError(f"{where}: bin.nbytes is {weights.nbytes}, the tensors end at {end}")
-    return IebinIndex(json_path, document, entries, weights)
 
 
 def model_bytes(tensors: Iterable[tuple[Format, Shape]]) -> int:

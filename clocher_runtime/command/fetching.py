@@ -5,6 +5,7 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -90,9 +91,9 @@ def fetch(
     from clocher_runtime.checkpoints import open_checkpoint
     from clocher_runtime.checkpoints.hf.hub import (
         PATTERNS,
+        Download,
         cache_directory,
         offline,
-        plan_download,
         snapshot,
     )
     from clocher_runtime.checkpoints.locate import ADAPTER_CONFIG, DEFAULT, base_of
@@ -106,7 +107,7 @@ def fetch(
     try:
         if variable := is_set("CLOCHER_OFFLINE"):
             raise offline(hub.repo, variable)
-        download = plan_download(hub.repo, out_dir, patterns, hub.revision)
+        download = Download(hub.repo, out_dir, patterns, hub.revision)
     except (UsageError, ConnectionError):
         if out_dir is None and snapshot(hub) is not None:
             console.note(f"note: {hub} is in the cache already: clocher chat {hub}")
@@ -141,8 +142,9 @@ def _refusal(console: Console, download: "Download") -> ModelError | None:
     from clocher_runtime.models.families import spec_from_config
 
     repo, sizes = download.repo, {file.name: file.nbytes for file in download.files}
-    small = [file for file in download.files if file.name in ("config.json", ADAPTER_CONFIG)]
-    folder = replace(download, files=tuple(small)).run() if small else Path()
+    small = copy(download)
+    small.files = [f for f in download.files if f.name in ("config.json", ADAPTER_CONFIG)]
+    folder = small.run() if small.files else Path()
     weights = [nbytes for name, nbytes in sizes.items() if name.endswith(".safetensors")]
     if ADAPTER_CONFIG in sizes:
         base = base_of(folder) or "its base"

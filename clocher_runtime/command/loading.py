@@ -261,9 +261,9 @@ def load(config: EngineConfig, *, needs_text: bool = True) -> Loaded:
         checkpoint.verify()
     model = load_model(checkpoint, config.precision)
     if named := {name: path for name, path in adapters_of(config).items() if name}:
-        from clocher_runtime.checkpoints.hf.lora import side_by_side
+        from clocher_runtime.checkpoints.hf.lora import Adapters
 
-        adapters = side_by_side(checkpoint, model.spec, named)
+        adapters = Adapters(checkpoint, model.spec, named)
         nbytes = model.bytes_per_token + adapters.nbytes
         model = replace(model, adapters=adapters, bytes_per_token=nbytes)
     fetch_ahead(_packed_later(config, checkpoint, model.spec))

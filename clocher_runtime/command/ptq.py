@@ -36,9 +36,9 @@ from clocher_runtime.quality.compare import Documents, cut
 from clocher_runtime.quality.evaluate import (
     Evaluation,
     Row,
+    Size,
     decode_speed,
     evaluate,
-    size_of,
     table,
 )
 from clocher_runtime.quality.gate import Limits, verdict_code, worst
@@ -344,7 +344,7 @@ def judge(console: Console, options: dict[str, Any]) -> ExitCode:
         name if names.count(name) == 1 else str(path): one(path)
         for name, path in zip(names, models, strict=True)
     }
-    whole = size_of(reference)
+    whole = Size(reference)
     origin = next(iter(found.values()))[0].summary.perplexity_reference
     rows = [Row("reference", whole.bpw, whole.nbytes, origin, tokens_per_s=speed(reference))]
     for label, (evaluation, rate) in found.items():

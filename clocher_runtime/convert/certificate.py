@@ -16,7 +16,7 @@ from clocher_kernels.quant_tensor import QuantTensor
 from clocher_runtime.checkpoints import open_checkpoint
 from clocher_runtime.checkpoints.checkpoint import BIN_NAME, JSON_NAME, Checkpoint
 from clocher_runtime.checkpoints.hf.torch_bin import open_torch_bin
-from clocher_runtime.checkpoints.iebin import CERTIFICATE_NAME, Progress, quiet, read_index
+from clocher_runtime.checkpoints.iebin import CERTIFICATE_NAME, IebinIndex, Progress, quiet
 from clocher_runtime.convert.q4_entries import plane_hashes
 from clocher_runtime.convert.rounding import row_pieces
 from clocher_runtime.convert.to_iebin import open_source
@@ -59,7 +59,7 @@ def write_certificate(
     source.check_unchanged()
     model.check_unchanged()
     identical = sum(each["identical"] for each in found)
-    document = read_index(model_dir / JSON_NAME).document
+    document = IebinIndex(model_dir / JSON_NAME).document
     files = [
         {"file": f.path.name, "nbytes": f.nbytes, "mtime_ns": f.path.stat().st_mtime_ns}
         for f in source.files
@@ -90,7 +90,7 @@ def check_certificate(
 ) -> Checked:
     """Recompute a certificate's hashes, of the model and, if there, `source` (default: its own)."""
     document = read_certificate(model_dir)
-    origin, index = document["source"], read_index(model_dir / JSON_NAME)
+    origin, index = document["source"], IebinIndex(model_dir / JSON_NAME)
     model = open_checkpoint(model_dir)
     problems = []
     if document["model"]["sha256"] != index.document["sha256"]:

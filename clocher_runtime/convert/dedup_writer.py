@@ -6,9 +6,8 @@ Each plane is stored in the smallest way, and written piece by piece.
 import json
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
@@ -17,7 +16,7 @@ from clocher_runtime.checkpoints.checkpoint import BIN_NAME, JSON_NAME
 from clocher_runtime.checkpoints.dedup import codec
 from clocher_runtime.checkpoints.dedup import index as dedup_index
 from clocher_runtime.checkpoints.dedup.reader import DedupFile, open_pair
-from clocher_runtime.checkpoints.iebin import IebinIndex, PlaneWriter, Progress, quiet, read_index
+from clocher_runtime.checkpoints.iebin import IebinIndex, PlaneWriter, Progress, quiet
 from clocher_runtime.disk.files import MappedFile
 from clocher_runtime.disk.output_file import check_free, sync_directory, write_file
 from clocher_runtime.disk.plane_index import DAMAGED, Region, check_hashes
@@ -100,16 +99,15 @@ def encode(
     plane: dedup_index.StoredPlane,
     data: np.ndarray,
     put: Callable[[Region, np.ndarray], object],
-    regions: tuple[Region, ...],
 ) -> None:
-    """Append the parts of a plane to files by `PlaneWriter.put`."""
+    """Append the parts of a plane that has its places to files by `PlaneWriter.put`."""
     if plane.mode == "raw":
-        put(regions[0], data)
+        put(plane.regions[0], data)
     for number, stream in enumerate(plane.streams):
         split = codec.SPLITS[plane.split]
         items = pieces(data, PIECE_ITEMS * split.item.itemsize)
         symbols = (split.parts[number].cut(piece.view(split.item)) for piece in items)
-        _write_stream(stream, symbols, regions[4 * number : 4 * number + 4], put)
+        _write_stream(stream, symbols, plane.regions[4 * number : 4 * number + 4], put)
 
 
 def _write_stream(
@@ -146,28 +144,45 @@ def _write_stream(
     put(rank, np.cumsum(np.concatenate(ranks))[1:-1].astype("<u4"))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class Deduplication:
-    """The plan of a deduplication: nothing has been written."""
+    """The deduplicated weights of a model: planned, ready to be written beside it."""
 
-    directory: Path  # where the model is, and where the output goes
-    index: IebinIndex
-    planes: tuple[dedup_index.StoredPlane, ...]  # how each will be stored
-    nbytes: int  # of the output
+    def __init__(self, directory: Path, progress: Progress = quiet) -> None:
+        """Read a model and decide how and where each plane is stored."""
+        self.directory, self._index = directory, IebinIndex(directory / JSON_NAME)
+        if not os.path.isfile(directory / BIN_NAME):
+            raise ModelNotFound(f"{directory}: no {BIN_NAME}; restore it first (--restore)")
+        planes: list[dedup_index.StoredPlane] = []
+        seen: dict[tuple[object, str], int] = {}
+        done = 0
+        for number, (raw, data) in enumerate(_planes(directory, self._index)):
+            first = seen.setdefault((raw.plane, raw.sha256), number)
+            if first < number:
+                planes.append(replace(raw, mode="same", of=first))
+            else:
+                where = f"{BIN_NAME}: tensor {raw.tensor!r}: "
+                check_hashes({raw.key: data}, {raw.key: raw.sha256}, where, DAMAGED)
+                planes.append(choose(raw, data))
+            done += raw.plane.nbytes
+            progress(done, raw.tensor)
+        self.planes, ends = dedup_index.placed(planes)
+        stored = sum(ends.values())
+        dedup_index.check_expansion(planes, stored, str(directory))
+        self.nbytes = stored + sum(len(json.dumps(plane.document())) + 2 for plane in planes)
 
     def run(self, progress: Progress = quiet) -> None:
         """Write the output, worth it or not. Raises FormatError, UsageError, OSError."""
         check_free(self.directory / dedup_index.INDEX_NAME, self.nbytes)
         path = self.directory / dedup_index.INDEX_NAME
         paths = {kind: self.directory / dedup_index.FILE_NAMES[kind] for kind in dedup_index.KINDS}
-        done, places = 0, dedup_index.place_parts(self.planes)[0]
+        done = 0
         with PlaneWriter(paths) as writer:
-            planes = _planes(self.directory, self.index)
-            for plane, regions, (_, data) in zip(self.planes, places, planes, strict=True):
-                encode(plane, data, writer.put, regions)
+            planes = _planes(self.directory, self._index)
+            for plane, (_, data) in zip(self.planes, planes, strict=True):
+                encode(plane, data, writer.put)
                 done += plane.plane.nbytes
                 progress(done, plane.tensor)
-            index = dedup_index.DedupIndex(self.index.bin, writer.sync(), self.planes)
+            index = dedup_index.DedupIndex(self._index.bin, writer.sync(), self.planes)
             written = {kind: file.path for kind, file in writer.files.items()}
             DedupFile(path, index, written).verify()
             try:
@@ -176,30 +191,6 @@ class Deduplication:
             except OSError:
                 remove_dedup(self.directory)
                 raise
-
-
-def plan_dedup(directory: Path, progress: Progress = quiet) -> Deduplication:
-    """Read a model and decide how each plane is stored."""
-    index = read_index(directory / JSON_NAME)
-    if not os.path.isfile(directory / BIN_NAME):
-        raise ModelNotFound(f"{directory}: no {BIN_NAME}; restore it first (--restore)")
-    planes: list[dedup_index.StoredPlane] = []
-    seen: dict[tuple[object, str], int] = {}
-    done = 0
-    for number, (raw, data) in enumerate(_planes(directory, index)):
-        first = seen.setdefault((raw.plane, raw.sha256), number)
-        if first < number:
-            planes.append(replace(raw, mode="same", of=first))
-        else:
-            where = f"{BIN_NAME}: tensor {raw.tensor!r}: "
-            check_hashes({raw.key: data}, {raw.key: raw.sha256}, where, DAMAGED)
-            planes.append(choose(raw, data))
-        done += raw.plane.nbytes
-        progress(done, raw.tensor)
-    stored = sum(dedup_index.place_parts(planes)[1].values())
-    dedup_index.check_expansion(planes, stored, str(directory))
-    nbytes = stored + sum(len(json.dumps(plane.document())) + 2 for plane in planes)
-    return Deduplication(directory, index, tuple(planes), nbytes)
 
 
 def remove_dedup(directory: Path) -> None:
@@ -234,25 +225,12 @@ def _planes(
         file.release()
 
 
-class Gain(NamedTuple):
-    """One plane before and after."""
-
-    name: str  # tensor and plane
-    dtype: str
-    nbytes: int
-    stored: int  # bytes that it takes, without padding
-    how: str  # how it is stored
-
-
-def gain_of(plane: dedup_index.StoredPlane) -> Gain:
-    """Return a plane's gain, its storage in a few words."""
-    said = "as it is" if plane.mode == "raw" else f"same as plane {plane.of}"
-    if plane.mode == "streams":
-        parts = zip(codec.SPLITS[plane.split].parts, plane.streams, strict=True)
-        said = ", ".join(f"{part.name} {_stream(stream)}" for part, stream in parts)
-    stored = sum(nbytes for _, nbytes in plane.parts())
-    name = f"{plane.tensor} {plane.key}"
-    return Gain(name, plane.plane.dtype, plane.plane.nbytes, stored, said)
+def described(plane: dedup_index.StoredPlane) -> str:
+    """Return how a plane is stored, in a few words."""
+    if plane.mode != "streams":
+        return "as it is" if plane.mode == "raw" else f"same as plane {plane.of}"
+    parts = zip(codec.SPLITS[plane.split].parts, plane.streams, strict=True)
+    return ", ".join(f"{part.name} {_stream(stream)}" for part, stream in parts)
 
 
 def _stream(stream: codec.Stream) -> str:

@@ -7,7 +7,6 @@ only random weights for timing get that name. Source: ggml's docs/gguf.md, versi
 import struct
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import NamedTuple
@@ -18,7 +17,7 @@ from clocher_kernels.errors import FormatError, UnsupportedModel
 from clocher_kernels.formats import Format
 from clocher_runtime.checkpoints.checkpoint import Checkpoint
 from clocher_runtime.checkpoints.gguf.architectures import ROPE_FACTORS
-from clocher_runtime.checkpoints.gguf.blocks import F32, FLOATS, GgmlType, row_blocks, same_type
+from clocher_runtime.checkpoints.gguf.blocks import F32, GgmlType, row_blocks, same_type
 from clocher_runtime.checkpoints.gguf.checkpoint import ACTIVATION, file_family
 from clocher_runtime.checkpoints.gguf.tokenizer import NORMAL
 from clocher_runtime.checkpoints.iebin import Progress, quiet
@@ -61,14 +60,56 @@ class GgufEntry(NamedTuple):
         return prod(self.shape[:-1]) * self.kind.row_bytes(self.shape[-1])
 
 
-@dataclass(frozen=True, slots=True)
 class GgufExport:
-    """A GGUF file that can be written."""
+    """A GGUF file that can be written.
 
-    spec: ModelSpec
-    fields: Mapping[str, Field]  # metadata
-    entries: tuple[GgufEntry, ...]
-    notes: tuple[str, ...]  # where llama.cpp does not compute what Clocher does
+    `fields` are its metadata; `notes` say where llama.cpp does not compute what Clocher does.
+    """
+
+    def __init__(
+        self,
+        config: Mapping[str, object],
+        formats: Mapping[str, Format],
+        name: str,
+        vocab: Mapping[str, Field] | None = None,
+        timed: bool = False,
+    ) -> None:
+        """Check that a model can be written as GGUF, and how.
+
+        `formats` are those of the file: where a tensor has another one, it is decoded to these
+        floats. No `vocab` makes a file for llama-bench alone. `timed` permits the name "bitnet".
+        """
+        spec = spec_from_config(config)
+        if spec.family not in _ARCHITECTURES:
+            raise UnsupportedModel(
+                f"a {spec.family} model as GGUF; this writer knows {', '.join(_ARCHITECTURES)}"
+            )
+        if spec.family == "bitnet" and (not spec.tied or spec.qkv_bias or spec.o_bias):
+            raise UnsupportedModel(
+                "a BitNet model with an own head or biases as GGUF; bitnet.cpp computes it without "
+                "them; --to iebin keeps them"
+            )
+        entries, family = [], file_family(spec)
+        for source, need in inventory(spec).items():
+            ggml = F32 if need.kind in ("vector", "router") else same_type(formats[source])
+            for piece in pieces(family, spec, source, need):
+                if piece.name == source:
+                    raise UnsupportedModel(f"{source}: llama.cpp's {spec.family} models have none")
+                rows, shape = piece.rows, list(need.shape)
+                if piece.places:
+                    shape[-1 if need.kind == "vector" else -2] //= 2
+                order = np.argsort(rows) if isinstance(rows, np.ndarray) else slice(None)
+                entry = GgufEntry(piece.name, tuple(shape), ggml, source, piece.places or order)
+                entries.append(entry)
+        if spec.rope.kind == "llama3":
+            entries.insert(0, GgufEntry(ROPE_FACTORS, (spec.head_dim // 2,), F32))
+        share: Counter[GgmlType] = Counter()
+        for entry in entries:
+            share[entry.kind] += entry.nbytes
+        ((main, _),) = share.most_common(1)
+        arch = "bitnet" if timed and spec.family == "bitnet" else _ARCHITECTURES[spec.family]
+        self.spec, self.entries, self.notes = spec, tuple(entries), _notes(spec)
+        self.fields = _fields(spec, arch, name, main, vocab or {})
 
     @property
     def nbytes(self) -> int:
@@ -122,56 +163,6 @@ class GgufExport:
         step = max(1, _PIECE_ELEMENTS // tensor.shape[-1])
         for start in range(0, len(order), step):
             yield row_blocks(tensor, order[start : start + step], entry.kind)
-
-
-def plan_gguf(
-    config: Mapping[str, object],
-    formats: Mapping[str, Format],
-    name: str,
-    vocab: Mapping[str, Field] | None = None,
-    floats: Mapping[str, str] | None = None,
-    timed: bool = False,
-) -> GgufExport:
-    """Check that a model can be written as GGUF, and how.
-
-    No `vocab` makes a file for llama-bench alone. `floats`: type of the matrices to decode. `timed`
-    permits the name "bitnet".
-    """
-    spec = spec_from_config(config)
-    if spec.family not in _ARCHITECTURES:
-        raise UnsupportedModel(
-            f"a {spec.family} model as GGUF; this writer knows {', '.join(_ARCHITECTURES)}"
-        )
-    if spec.family == "bitnet" and (not spec.tied or spec.qkv_bias or spec.o_bias):
-        raise UnsupportedModel(
-            "a BitNet model with an own head or biases as GGUF; bitnet.cpp computes it without "
-            "them; --to iebin keeps them"
-        )
-    entries, family = [], file_family(spec)
-    for source, need in inventory(spec).items():
-        decoded = (floats or {}).get(source)
-        if need.kind in ("vector", "router"):
-            ggml = F32
-        else:
-            ggml = FLOATS[decoded] if decoded else same_type(formats[source])
-        for piece in pieces(family, spec, source, need):
-            if piece.name == source:
-                raise UnsupportedModel(f"{source}: llama.cpp's {spec.family} models have none")
-            rows, shape = piece.rows, list(need.shape)
-            if piece.places:
-                shape[-1 if need.kind == "vector" else -2] //= 2
-            order = np.argsort(rows) if isinstance(rows, np.ndarray) else slice(None)
-            entry = GgufEntry(piece.name, tuple(shape), ggml, source, piece.places or order)
-            entries.append(entry)
-    if spec.rope.kind == "llama3":
-        entries.insert(0, GgufEntry(ROPE_FACTORS, (spec.head_dim // 2,), F32))
-    share: Counter[GgmlType] = Counter()
-    for entry in entries:
-        share[entry.kind] += entry.nbytes
-    ((main, _),) = share.most_common(1)
-    arch = "bitnet" if timed and spec.family == "bitnet" else _ARCHITECTURES[spec.family]
-    fields = _fields(spec, arch, name, main, vocab or {})
-    return GgufExport(spec, fields, tuple(entries), _notes(spec))
 
 
 def _notes(spec: ModelSpec) -> tuple[str, ...]:

@@ -7,12 +7,12 @@ convert_hf_to_gguf.py and llama-vocab.cpp.
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from clocher_kernels.errors import FormatError, UnsupportedModel, UsageError
-from clocher_kernels.formats import Ternary
+from clocher_kernels.formats import Format, Ternary
 from clocher_runtime.checkpoints.checkpoint import Checkpoint
 from clocher_runtime.checkpoints.gguf.blocks import same_type
 from clocher_runtime.checkpoints.gguf.checkpoint import open_gguf
@@ -26,8 +26,8 @@ from clocher_runtime.checkpoints.gguf.tokenizer import (
     USER,
 )
 from clocher_runtime.checkpoints.iebin import Progress, quiet
-from clocher_runtime.convert.gguf import Field, GgufExport, plan_gguf
-from clocher_runtime.convert.to_iebin import refuse_input, vocabulary
+from clocher_runtime.convert.gguf import Field, GgufExport
+from clocher_runtime.convert.to_iebin import exported_formats, refuse_input, vocabulary
 from clocher_runtime.disk.output_file import check_free
 from clocher_runtime.engine.load import model_spec
 from clocher_runtime.models.families import spec_from_config
@@ -36,20 +36,46 @@ from clocher_runtime.models.spec import ModelSpec
 from clocher_runtime.text.tokenizer import Tokenizer
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class GgufConversion:
-    """A planned GGUF file."""
+    """A model as a GGUF file: checked, ready to be written."""
 
-    source: Checkpoint
-    path: Path
-    export: GgufExport
-    floats: tuple[str, ...]  # names of the tensors that become floats
-    nbytes: int  # of the file
+    def __init__(
+        self, source: Checkpoint, path: Path, others: str | None = None, pre: str | None = None
+    ) -> None:
+        """Check the export before writing; `pre` overrides the tokenizer's pre-type.
+
+        `others`: float type of matrices that ggml cannot hold; None refuses them.
+        """
+        refuse_input(source, path)
+        self.source, self._path = source, path
+        spec = model_spec(source)
+
+        def check(name: str, fmt: Format) -> None:
+            if len(source.shape(name)) > 1:
+                same_type(fmt).row_bytes(source.shape(name)[-1])
+                if isinstance(fmt, Ternary):
+                    fmt.f16_multiplier(source.tensor(name).planes)
+
+        formats, self.floats = exported_formats(source, inventory(spec), check, others)
+        fields: Mapping[str, Any] = {}
+        if tokenizer := vocabulary(source):
+            begins, config = begins_with_bos(source), source.tokenizer_config
+            try:
+                fields = _vocabulary_fields(json.loads(tokenizer), config, spec, begins, pre)
+            except (KeyError, TypeError, AttributeError, ValueError) as error:
+                raise FormatError(f"tokenizer.json: {type(error).__name__} {error}") from None
+        elif pre is not None:
+            raise UsageError("--pre has no place: the model has no tokenizer")
+        folder = source.path.resolve()
+        title = folder.parent.name if folder.name in ("hf", "original") else folder.stem
+        self.export = GgufExport(source.config, formats, title, vocab=fields)
+        self.nbytes = self.export.nbytes
+        check_free(path, self.nbytes)
 
     def run(self, progress: Progress = quiet) -> None:
         """Write, check and rename the file. Raises ModelError, UnsupportedModel, OSError."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.export.write(self.source, self.path, progress, self._check)
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self.export.write(self.source, self._path, progress, self._check)
 
     def _check(self, path: Path) -> None:
         written = open_gguf(path)
@@ -74,47 +100,6 @@ class GgufConversion:
                     "the merges of this tokenizer do not follow from scores, which is all that "
                     "GGUF has for its kind; --to iebin keeps them"
                 )
-
-
-def plan_gguf_model(
-    source: Checkpoint, path: Path, others: str | None = None, pre: str | None = None
-) -> GgufConversion:
-    """Check the export before writing; `pre` overrides the tokenizer's pre-type.
-
-    `others`: float type of matrices that ggml cannot hold; None refuses them.
-    """
-    refuse_input(source, path)
-    spec = model_spec(source)
-    formats = {name: source.tensors[name].format for name in inventory(spec)}
-    floats = {}
-    for name, fmt in formats.items():
-        try:
-            if len(source.shape(name)) > 1:
-                same_type(fmt).row_bytes(source.shape(name)[-1])
-                if isinstance(fmt, Ternary):
-                    fmt.f16_multiplier(source.tensor(name).planes)
-        except FormatError as error:
-            if others is None:
-                raise FormatError(
-                    f"tensor {name!r}: {str(error).partition('; ask for')[0]}; --others bf16 (or "
-                    "f16, f32) makes such matrices floats, --to iebin keeps them"
-                ) from None
-            floats[name] = others
-    fields: Mapping[str, Any] = {}
-    if tokenizer := vocabulary(source):
-        begins, config = begins_with_bos(source), source.tokenizer_config
-        try:
-            fields = _vocabulary_fields(json.loads(tokenizer), config, spec, begins, pre)
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
-            raise FormatError(f"tokenizer.json: {type(error).__name__} {error}") from None
-    elif pre is not None:
-        raise UsageError("--pre has no place: the model has no tokenizer")
-    folder = source.path.resolve()
-    title = folder.parent.name if folder.name in ("hf", "original") else folder.stem
-    export = plan_gguf(source.config, formats, title, vocab=fields, floats=floats)
-    nbytes = export.nbytes
-    check_free(path, nbytes)
-    return GgufConversion(source, path, export, tuple(floats), nbytes)
 
 
 def begins_with_bos(source: Checkpoint) -> bool:

@@ -1,8 +1,8 @@
 """Write Q4_0 plane files with their manifest, lay them over an IEBIN pair, append to them."""
 
 import os
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -28,17 +28,41 @@ _PROJECTIONS, _HEAD = r".*_proj\.weight", r"lm_head\.weight"
 _ATTENTION = q4_map.name_pattern(r".*\.self_attn\.[qkvo]_proj\.weight")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class Q4Job:
-    """A pair of files that can be written."""
+    """The Q4_0 plane files of a model, and their manifest: checked, ready to be written."""
 
-    source: Checkpoint
-    files: Mapping[str, Path]  # the plane files: "codes" and "scales"
-    rules: q4_map.Q4Map  # for the path of the manifest
-    names: tuple[str, ...]  # the matrices, in the order of the files
-    kept: Mapping[str, str]  # name -> reason of every other tensor
-    chunk_rows: int  # rows that are encoded at a time; the bytes do not depend on it
-    nbytes: int  # of the output
+    def __init__(
+        self,
+        hf_dir: Path,
+        codes: Path,
+        scales: Path,
+        manifest: Path,
+        include_lm_head: bool = False,
+        chunk_rows: int = CHUNK_ROWS,
+    ) -> None:
+        """Open the input and check it before writing. Raises ModelError, UsageError, OSError.
+
+        `chunk_rows` are encoded at a time; the bytes do not depend on it.
+        """
+        paths = [os.path.realpath(path) for path in (codes, scales, manifest)]
+        if len(set(paths)) != len(paths):
+            raise UsageError("--q4-bytes, --scales and --manifest must be three different files")
+        self.source = open_source(hf_dir)
+        refuse_input(self.source, codes, scales, manifest)
+        self.files, self._chunk_rows = {"codes": codes, "scales": scales}, chunk_rows
+        pattern = f"{_PROJECTIONS}|{_HEAD}" if include_lm_head else _PROJECTIONS
+        rule = {"pattern": pattern, "dtype": "int4w", "group": 32}
+        self.rules = q4_map.parse_q4_map({"version": 1, "rules": [rule]}, manifest)
+        assigned = q4_map.assign(self.rules.rules, self.source.tensors, False, str(hf_dir))
+        # The matrices, in the order of the files, and why each other tensor is not one of them.
+        self.names = tuple(sorted(assigned.chosen, key=natural))
+        self.kept = {name: assigned.kept[name] for name in sorted(assigned.kept, key=natural)}
+        if not self.names:
+            reasons = ", ".join(sorted(set(self.kept.values())))
+            raise UsageError(f"{self.source.path}: no float matrix to encode: {reasons}")
+        shapes = map(self.source.shape, self.names)
+        self.nbytes = sum(q4.Q4_0.nbytes(shape) + _JSON_BYTES for shape in shapes)
+        check_free(codes, self.nbytes)
 
     def run(self, progress: Progress = quiet) -> int:
         """Write the files, resuming a killed run; return how many matrices it had finished."""
@@ -48,7 +72,7 @@ class Q4Job:
         job = job_name(self.source, [(name, shape) for name, (_, shape) in planned.items()])
         with PlaneWriter(self.files, job, progress=progress) as pair:
             done = pair.resume(planned)
-            for name, matrix in encoded(self.source, self.names[done:], self.chunk_rows):
+            for name, matrix in encoded(self.source, self.names[done:], self._chunk_rows):
                 pair.add(name, matrix)
             pair.sync()
             self.source.check_unchanged()
@@ -59,35 +83,6 @@ class Q4Job:
             document = {**self.rules.document, "tensors": tensors, "kept": kept}
             q4_map.write_manifest(self.rules.path, document)
         return done
-
-
-def plan_q4(
-    hf_dir: Path,
-    codes: Path,
-    scales: Path,
-    manifest: Path,
-    include_lm_head: bool = False,
-    chunk_rows: int = CHUNK_ROWS,
-) -> Q4Job:
-    """Open the input and check it before writing. Raises ModelError, UsageError, OSError."""
-    paths = [os.path.realpath(path) for path in (codes, scales, manifest)]
-    if len(set(paths)) != len(paths):
-        raise UsageError("--q4-bytes, --scales and --manifest must be three different files")
-    source = open_source(hf_dir)
-    refuse_input(source, codes, scales, manifest)
-    pattern = f"{_PROJECTIONS}|{_HEAD}" if include_lm_head else _PROJECTIONS
-    rule = {"pattern": pattern, "dtype": "int4w", "group": 32}
-    rules = q4_map.parse_q4_map({"version": 1, "rules": [rule]}, manifest)
-    assigned = q4_map.assign(rules.rules, source.tensors, False, str(hf_dir))
-    names = tuple(sorted(assigned.chosen, key=natural))
-    if not names:
-        reasons = ", ".join(sorted(set(assigned.kept.values())))
-        raise UsageError(f"{source.path}: no float matrix to encode: {reasons}")
-    nbytes = sum(q4.Q4_0.nbytes(source.shape(name)) + _JSON_BYTES for name in names)
-    check_free(codes, nbytes)
-    kept = {name: assigned.kept[name] for name in sorted(assigned.kept, key=natural)}
-    files = {"codes": codes, "scales": scales}
-    return Q4Job(source, files, rules, names, kept, chunk_rows, nbytes)
 
 
 def encoded(
@@ -114,9 +109,7 @@ def make_index(model_dir: Path, manifest: Path) -> list[str]:
         tensor = base.tensors.get(name)
         if tensor is None or (tensor.shape, tensor.format) != (item.shape, q4.Q4_0):
             _check_float(tensor, item.shape, f"{manifest}: tensor {name!r}: {JSON_NAME} has")
-        entries.append(
-            Entry(name, item.shape, item.format, place(item.format, item.shape, ends), item.hashes)
-        )
+        entries.append(replace(item, regions=place(item.format, item.shape, ends)))
         ends |= entries[-1].ends
     if not entries:
         raise UsageError(f"{manifest}: no tensors; give a manifest of gen_q4_bytes_stream.py")
@@ -135,22 +128,45 @@ def _check_float(
         raise UsageError(f"{where} {got}, expected floats {list(shape)}{more}")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class AppendJob:
-    """Attention matrices that can be appended."""
+    """The attention matrices that an index lacks: checked, ready to be appended."""
 
-    source: Checkpoint  # the checkpoint that the pair was made of
-    index: Path  # model.ie.compat.json
-    entries: tuple[Entry, ...]  # what the index lists
-    names: tuple[str, ...]  # the matrices that it lacks
-    present: tuple[str, ...]  # those that it has
-    nbytes: int  # bytes that the new ones will take
+    def __init__(self, hf_dir: Path, index: Path, q4_bin: Path) -> None:
+        """Find the matrices. Raises UsageError, ModelError, OSError.
+
+        `hf_dir` is what the pair was made of, `index` its model.ie.compat.json.
+        """
+        expected = index.with_name(q4.Q4_NAMES["codes"])
+        if os.path.realpath(q4_bin) != os.path.realpath(expected):
+            raise UsageError(
+                f"--q4-bin {q4_bin}: expected {expected}, the one beside --compat-json"
+            )
+        if not os.path.isfile(index):
+            raise UsageError(
+                f"--compat-json not found: {index}; scripts/rebuild_dedup_and_quant.sh --model-dir "
+                f"{index.parent} makes it"
+            )
+        self.index, self._entries = index, q4.read_overlay(index, read_bytes(index, MAX_JSON_BYTES))
+        self.source, base = open_source(hf_dir), q4.open_index(index)
+        there = {entry.name for entry in self._entries}
+        wanted = [name for name in base.names if _ATTENTION.fullmatch(name)]
+        self.names = tuple(name for name in wanted if name not in there)
+        self.present = tuple(name for name in wanted if name in there)
+        for name in self.names:
+            _check_float(
+                self.source.tensors.get(name),
+                base.shape(name),
+                f"{hf_dir}: tensor {name!r}: got",
+                "; give the checkpoint that the model was made of, with floats",
+            )
+        self.nbytes = sum(q4.Q4_0.nbytes(base.shape(name)) for name in self.names)
+        check_free(index, self.nbytes)
 
     def run(self, progress: Progress = quiet) -> None:
         """Append the matrices, rewriting the index after each. Raises UsageError, ModelError."""
         paths = {key: self.index.with_name(name) for key, name in q4.Q4_NAMES.items()}
         with PlaneWriter(paths, in_place=True) as pair:
-            for entry in self.entries:
+            for entry in self._entries:
                 if not pair.keep(entry):
                     raise FormatError(
                         f"{self.index.parent}: the bytes of {entry.name!r} in the plane files do "
@@ -164,31 +180,3 @@ class AppendJob:
                 pair.sync()
                 q4.write_overlay(self.index, pair.entries)
                 progress(pair.nbytes - start, name)
-
-
-def plan_append(hf_dir: Path, index: Path, q4_bin: Path) -> AppendJob:
-    """Find the attention matrices that an index lacks. Raises UsageError, ModelError, OSError."""
-    expected = index.with_name(q4.Q4_NAMES["codes"])
-    if os.path.realpath(q4_bin) != os.path.realpath(expected):
-        raise UsageError(f"--q4-bin {q4_bin}: expected {expected}, the one beside --compat-json")
-    if not os.path.isfile(index):
-        raise UsageError(
-            f"--compat-json not found: {index}; scripts/rebuild_dedup_and_quant.sh --model-dir "
-            f"{index.parent} makes it"
-        )
-    entries = q4.read_overlay(index, read_bytes(index, MAX_JSON_BYTES))
-    source, base = open_source(hf_dir), q4.open_index(index)
-    there = {entry.name for entry in entries}
-    wanted = [name for name in base.names if _ATTENTION.fullmatch(name)]
-    missing = tuple(name for name in wanted if name not in there)
-    for name in missing:
-        _check_float(
-            source.tensors.get(name),
-            base.shape(name),
-            f"{hf_dir}: tensor {name!r}: got",
-            "; give the checkpoint that the model was made of, with floats",
-        )
-    nbytes = sum(q4.Q4_0.nbytes(base.shape(name)) for name in missing)
-    check_free(index, nbytes)
-    present = tuple(name for name in wanted if name in there)
-    return AppendJob(source, index, entries, missing, present, nbytes)

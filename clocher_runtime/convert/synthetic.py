@@ -6,8 +6,6 @@ Weights are drawn from 65 536 encoded cells by seed and tensor name.
 import copy
 import json
 import zlib
-from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 from pathlib import Path
@@ -23,7 +21,7 @@ from clocher_kernels.quant_tensor import QuantTensor, encode
 from clocher_runtime.checkpoints.checkpoint import BIN_NAME, JSON_NAME
 from clocher_runtime.checkpoints.iebin import IebinWriter, Progress, model_bytes, open_iebin, quiet
 from clocher_runtime.convert import PRESETS
-from clocher_runtime.convert.gguf import GgufExport, plan_gguf, spelled_vocabulary
+from clocher_runtime.convert.gguf import GgufExport, spelled_vocabulary
 from clocher_runtime.convert.to_iebin import refuse_hf_folder
 from clocher_runtime.disk.output_file import check_free
 from clocher_runtime.models.families import spec_from_config
@@ -86,60 +84,50 @@ def formats_of(spec: ModelSpec, precision: str) -> dict[str, Format]:
     return formats
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class Synthesis:
-    """A checked model, ready to write; `nbytes` is an upper bound."""
+    """A model of random weights: checked, ready to be written; `nbytes` is an upper bound."""
 
-    config: Mapping[str, Any]
-    formats: Mapping[str, Format]
-    seed: int
-    out_dir: Path
-    gguf: GgufExport | None
-    source: Mapping[str, Any]
-    nbytes: int
+    def __init__(
+        self,
+        preset: str,
+        precision: str,
+        out_dir: Path,
+        *,
+        seed: int = 0,
+        layers: int | None = None,
+        gguf: bool = False,
+    ) -> None:
+        """Check the arguments; `layers` keeps the first ones; `gguf`: write that file, too."""
+        refuse_hf_folder(out_dir)
+        self.out_dir, self._seed = out_dir, seed
+        self._config = preset_config(preset, layers)
+        if precision not in ("native", _native(spec_from_config(self._config))):
+            self._config.pop("quantization_config", None)
+        spec = spec_from_config(self._config)
+        self._needs, self.formats = inventory(spec), formats_of(spec, precision)
+        self._vocab, vocab = byte_tokenizer(spec.vocab_size), _byte_vocab(spec.vocab_size)
+        self._gguf: GgufExport | None = None
+        if gguf:
+            spelled = spelled_vocabulary(vocab)
+            self._gguf = GgufExport(self._config, self.formats, preset, spelled, timed=True)
+        made = {"preset": preset, "seed": seed, "precision": precision}
+        self._source = {"container": "synthetic", **made}
+        self.nbytes = model_bytes((fmt, self._needs[n].shape) for n, fmt in self.formats.items())
+        self.nbytes += len(self._vocab) + (self._gguf.nbytes if self._gguf else 0)
+        check_free(out_dir / BIN_NAME, self.nbytes)
 
     def run(self, progress: Progress = quiet) -> None:
         """Write the model, removing another model's model.gguf. Raises UsageError, OSError."""
-        spec = spec_from_config(self.config)
-        needs = inventory(spec)
         self.out_dir.mkdir(parents=True, exist_ok=True)
         (self.out_dir / GGUF_NAME).unlink(missing_ok=True)
         with IebinWriter(self.out_dir, progress=progress) as writer:
             for name, fmt in self.formats.items():
-                writer.add(name, random_tensor(name, needs[name], fmt, self.seed))
+                writer.add(name, random_tensor(name, self._needs[name], fmt, self._seed))
             done = writer.nbytes
-            writer.commit(self.config, {}, {}, byte_tokenizer(spec.vocab_size), self.source)
-        if self.gguf is not None:
+            writer.commit(self._config, {}, {}, self._vocab, self._source)
+        if self._gguf is not None:
             source, path = open_iebin(self.out_dir / JSON_NAME), self.out_dir / GGUF_NAME
-            self.gguf.write(source, path, lambda nbytes, name: progress(done + nbytes, name))
-
-
-def plan_synthesis(
-    preset: str,
-    precision: str,
-    out_dir: Path,
-    *,
-    seed: int = 0,
-    layers: int | None = None,
-    gguf: bool = False,
-) -> Synthesis:
-    """Check the arguments; `layers` keeps the first ones; `gguf`: write that file, too."""
-    refuse_hf_folder(out_dir)
-    config = preset_config(preset, layers)
-    if precision not in ("native", _native(spec_from_config(config))):
-        config.pop("quantization_config", None)
-    spec = spec_from_config(config)
-    formats = formats_of(spec, precision)
-    tokens = _byte_vocab(spec.vocab_size)
-    export = None
-    if gguf:
-        export = plan_gguf(config, formats, preset, spelled_vocabulary(tokens), timed=True)
-    source = {"container": "synthetic", "preset": preset, "seed": seed, "precision": precision}
-    needs = inventory(spec)
-    nbytes = model_bytes((fmt, needs[name].shape) for name, fmt in formats.items())
-    nbytes += len(byte_tokenizer(spec.vocab_size)) + (export.nbytes if export else 0)
-    check_free(out_dir / BIN_NAME, nbytes)
-    return Synthesis(config, formats, seed, out_dir, export, source, nbytes)
+            self._gguf.write(source, path, lambda nbytes, name: progress(done + nbytes, name))
 
 
 def _native(spec: ModelSpec) -> str:
@@ -156,15 +144,15 @@ def random_tensor(name: str, need: Need, fmt: Format, seed: int) -> QuantTensor:
 
 
 def normal_matrix(name: str, shape: Shape, seed: int, std: float, fmt: Format) -> QuantTensor:
-    """Return a matrix [N, K] or stack [E, N, K] of values with mean 0; FormatError, ShapeError."""
+    """Return a matrix [N, K] or stack [E, N, K] of values with mean 0; FormatError, ShapeError.
+
+    `fmt`: one with cells, of floats, groups of integers, MXFP4 blocks or four ternary rows.
+    """
     planes, stream = fmt.planes(shape), _stream(name, seed)
-    group = getattr(fmt, "group", 32)
-    if not (isinstance(fmt, Float | Int4 | Int8 | Mxfp4 | Ternary) and isinstance(group, int)):
-        values = np.float32(std) * _normal(stream, prod(shape))
-        return encode(values.reshape(shape), fmt)
-    cells, shared = _pool(fmt, std, seed)
+    columns = 1 if isinstance(fmt, Float | Ternary) else getattr(fmt, "group", 32)
+    cells, shared = _pool(fmt, columns, std, seed)
     rows = prod(shape[:-1]) // (4 if isinstance(fmt, Ternary) else 1)
-    count = rows * (shape[-1] if isinstance(fmt, Float | Ternary) else -(-shape[-1] // group))
+    count = rows * -(-shape[-1] // columns)
     drawn = {key: np.empty((count, *cell.shape[1:]), cell.dtype) for key, cell in cells.items()}
     for start in range(0, count, _PIECE):
         index = _draws(stream, min(_PIECE, count - start))
@@ -181,12 +169,10 @@ def normal_matrix(name: str, shape: Shape, seed: int, std: float, fmt: Format) -
 
 @lru_cache(maxsize=4)
 def _pool(
-    fmt: Format, std: float, seed: int
+    fmt: Format, columns: int, std: float, seed: int
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     """Return 65536 encoded cells by plane, and the planes that all share."""
-    shape = (_CELLS, 1 if isinstance(fmt, Float) else getattr(fmt, "group", 32))
-    if isinstance(fmt, Ternary):
-        shape = 4, _CELLS
+    shape = (4, _CELLS) if isinstance(fmt, Ternary) else (_CELLS, columns)
     values = np.float32(std) * _normal(_stream(f"{fmt.name} {std}", seed), prod(shape))
     planes = fmt.encode(values.reshape(shape))
     cells = {key: p.reshape(_CELLS, -1) for key, p in planes.items() if p.size >= _CELLS}

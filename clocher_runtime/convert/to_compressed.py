@@ -3,7 +3,6 @@
 import json
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from clocher_runtime.checkpoints.checkpoint import Checkpoint
 from clocher_runtime.checkpoints.hf.checkpoint import open_hf
 from clocher_runtime.checkpoints.iebin import Progress, quiet
 from clocher_runtime.checkpoints.locate import CONFIG
-from clocher_runtime.convert.to_iebin import natural, vocabulary
+from clocher_runtime.convert.to_iebin import exported_formats, natural, vocabulary
 from clocher_runtime.disk.output_file import PARTIAL, check_free, sync_directory, write_file
 from clocher_runtime.engine.load import model_spec
 from clocher_runtime.models.families import family_of
@@ -87,42 +86,61 @@ def _compressed(tensor: QuantTensor) -> dict[str, Any]:
     return {key: value.contiguous() for key, value in made.items()}
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class CompressedConversion:
-    """A planned directory."""
+    """A model as a compressed-tensors directory: checked, ready to be written."""
 
-    source: Checkpoint
-    out_dir: Path
-    formats: Mapping[str, Format]  # of every tensor, in the order of the files
-    nbytes: int  # of the weights
+    def __init__(self, source: Checkpoint, out_dir: Path, others: str | None = None) -> None:
+        """Check the export; `others`: float type of matrices that do not fit; None refuses them."""
+        if out_dir.exists() and (not out_dir.is_dir() or any(out_dir.iterdir())):
+            raise UsageError(f"{out_dir}: is not empty; choose another directory")
+        try:
+            import compressed_tensors  # noqa: F401
+        except ImportError:
+            raise UsageError(
+                "--to compressed-tensors needs the package compressed-tensors, which is not "
+                "installed; pip install '.[compressed]' in a clone of Clocher"
+            ) from None
+        spec = model_spec(source)
+        stacked = any(len(tensor.shape) > 2 for tensor in source.tensors.values())
+        if family_of(source.config).tensors or stacked:
+            raise UnsupportedModel(
+                f"a {spec.family} model as compressed-tensors: its files have other tensors than "
+                "Clocher, or experts in a stack, which this writer does not take apart"
+            )
 
-    @property
-    def floats(self) -> tuple[str, ...]:
-        """Names of the matrices that become floats."""
-        stored = self.source.tensors
-        return tuple(n for n, fmt in self.formats.items() if fmt.name != stored[n].format.name)
+        def check(name: str, fmt: Format) -> None:
+            if name == EMBED and not isinstance(fmt, Float):
+                raise FormatError(f"{fmt.name}: compressed-tensors has no quantised embedding")
+            if not isinstance(fmt, Float):
+                scheme_of(fmt)
+
+        self.source, self._out_dir = source, out_dir
+        names = sorted(source.names, key=natural)  # in the order of the files
+        self._formats, self.floats = exported_formats(source, names, check, others)
+        self.nbytes = sum(fmt.nbytes(source.shape(name)) for name, fmt in self._formats.items())
+        check_free(out_dir, self.nbytes)
 
     def run(self, progress: Progress = quiet) -> None:
         """Write the directory. Raises ModelError, UnsupportedModel, OSError."""
-        partial = self.out_dir.with_name(self.out_dir.name + PARTIAL)
+        partial = self._out_dir.with_name(self._out_dir.name + PARTIAL)
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         try:
             self._write(partial, progress)
             self.source.check_unchanged()
             self._check(partial)
-            if self.out_dir.is_dir():
-                self.out_dir.rmdir()  # which is empty
-            partial.rename(self.out_dir)
+            if self._out_dir.is_dir():
+                self._out_dir.rmdir()  # which is empty
+            partial.rename(self._out_dir)
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
-        sync_directory(self.out_dir.parent)
+        sync_directory(self._out_dir.parent)
 
     def _write(self, folder: Path, progress: Progress) -> None:
         from safetensors.torch import save
 
-        sizes = {name: fmt.nbytes(self.source.shape(name)) for name, fmt in self.formats.items()}
+        sizes = {name: fmt.nbytes(self.source.shape(name)) for name, fmt in self._formats.items()}
         shards: list[list[str]] = [[]]
         for name, nbytes in sizes.items():
             if shards[-1] and sum(sizes[n] for n in shards[-1]) + nbytes > SHARD_BYTES:
@@ -157,25 +175,25 @@ class CompressedConversion:
             _write_json(folder / "tokenizer_config.json", kind | dict(self.source.tokenizer_config))
 
     def _tensor(self, name: str) -> QuantTensor:
-        tensor, fmt = self.source.tensor(name, verify=True), self.formats[name]
+        tensor, fmt = self.source.tensor(name, verify=True), self._formats[name]
         return tensor if tensor.format.name == fmt.name else encode(tensor.decode(), fmt)
 
     def _config(self) -> dict[str, Any]:
         config = {k: v for k, v in self.source.config.items() if k != "quantization_config"}
         config.setdefault("model_type", model_spec(self.source).family)
         linears: dict[str, list[str]] = {}
-        for name, fmt in self.formats.items():
+        for name, fmt in self._formats.items():
             if not isinstance(fmt, Float):
                 linears.setdefault(fmt.name, []).append(name)
         if not linears:
             return config
-        plain = [n for n, fmt in self.formats.items() if isinstance(fmt, Float)]
+        plain = [n for n, fmt in self._formats.items() if isinstance(fmt, Float)]
         ignore = [_module(n) for n in plain if len(self.source.shape(n)) == 2 and n != EMBED]
         if HEAD not in self.source.tensors:
             ignore.append(_module(HEAD))  # tied: a module that shares the embedding
         groups = {}
         for number, names in enumerate(linears.values()):
-            form, args = scheme_of(self.formats[names[0]])
+            form, args = scheme_of(self._formats[names[0]])
             groups[f"group_{number}"] = {
                 "targets": ["Linear"] if len(linears) == 1 else [_module(name) for name in names],
                 "weights": args,
@@ -197,7 +215,7 @@ class CompressedConversion:
     def _check(self, folder: Path) -> None:
         written = open_hf(folder)
         model_spec(written)
-        for name in self.formats:
+        for name in self._formats:
             own, found = self._tensor(name), written.tensor(name)
             if (own.format.name, own.shape) != (found.format.name, found.shape) or not all(
                 np.array_equal(plane, found.planes[key]) for key, plane in own.planes.items()
@@ -205,48 +223,6 @@ class CompressedConversion:
                 raise UnsupportedModel(f"{name} comes back with other numbers")
             self.source.release()
             written.release()
-
-
-def plan_compressed(
-    source: Checkpoint, out_dir: Path, others: str | None = None
-) -> CompressedConversion:
-    """Check the export; `others`: float type of matrices that do not fit; None refuses them."""
-    if out_dir.exists() and (not out_dir.is_dir() or any(out_dir.iterdir())):
-        raise UsageError(f"{out_dir}: is not empty; choose another directory")
-    try:
-        import compressed_tensors  # noqa: F401
-    except ImportError:
-        raise UsageError(
-            "--to compressed-tensors needs the package compressed-tensors, which is not installed; "
-            "pip install '.[compressed]' in a clone of Clocher"
-        ) from None
-    spec = model_spec(source)
-    if family_of(source.config).tensors or any(len(t.shape) > 2 for t in source.tensors.values()):
-        raise UnsupportedModel(
-            f"a {spec.family} model as compressed-tensors: its files have other tensors than "
-            "Clocher, or experts in a stack, which this writer does not take apart"
-        )
-    formats = {name: _format(source, name, others) for name in sorted(source.names, key=natural)}
-    nbytes = sum(fmt.nbytes(source.shape(name)) for name, fmt in formats.items())
-    check_free(out_dir, nbytes)
-    return CompressedConversion(source, out_dir, formats, nbytes)
-
-
-def _format(source: Checkpoint, name: str, others: str | None) -> Format:
-    fmt = source.tensors[name].format
-    if isinstance(fmt, Float):
-        return fmt
-    try:
-        if name == EMBED:
-            raise FormatError(f"{fmt.name}: compressed-tensors has no quantised embedding")
-        scheme_of(fmt)
-    except FormatError as error:
-        if others is None:
-            raise FormatError(
-                f"tensor {name!r}: {error}; --others bf16 (or f16, f32) makes such matrices floats"
-            ) from None
-        return Float(others)
-    return fmt
 
 
 def _module(name: str) -> str:

@@ -4,20 +4,19 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 
-from clocher_kernels.errors import UsageError
-from clocher_kernels.formats import Format
+from clocher_kernels.errors import FormatError, UsageError
+from clocher_kernels.formats import Float, Format
 from clocher_kernels.quant_tensor import QuantTensor
 from clocher_runtime.checkpoints import iebin, open_checkpoint
 from clocher_runtime.checkpoints.checkpoint import BIN_NAME, JSON_NAME, Checkpoint
 from clocher_runtime.checkpoints.hf.checkpoint import open_hf
 from clocher_runtime.checkpoints.hf.torch_bin import open_torch_bin
 from clocher_runtime.checkpoints.locate import CONFIG, find_hf
-from clocher_runtime.convert.q4_map import Q4Map, load_q4_map
+from clocher_runtime.convert.q4_map import load_q4_map
 from clocher_runtime.disk.files import read_bytes
 from clocher_runtime.disk.output_file import PARTIAL, check_free, write_file
 from clocher_runtime.disk.strict_json import prefixed
@@ -27,50 +26,6 @@ MAP_NAME = "tensor_map.json"
 
 _MAPPED = ("offset", "nbytes", "dtype", "shape")
 _CONTAINERS = {"hf": "safetensors", "bin": "pytorch"}
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Conversion:
-    """A checked conversion, ready to run."""
-
-    source: Checkpoint
-    out_dir: Path
-    formats: Mapping[str, Format]  # of every tensor in the output, in the order of the file
-    q4_map: Q4Map | None  # the manifest, if there is one
-    notes: tuple[str, ...]  # for people: how the input was read and the manifest applied
-    nbytes: int  # of the output, an upper bound, closer than 1 % for real models
-
-    @property
-    def quantised(self) -> dict[str, str]:
-        """Names of the quantised tensors, with their source format."""
-        return {
-            name: self.source.tensors[name].format.name
-            for name, fmt in self.formats.items()
-            if fmt.name != self.source.tensors[name].format.name
-        }
-
-    def run(self, progress: iebin.Progress = iebin.quiet) -> int:
-        """Write the output, resuming a killed run; return how many tensors it had finished."""
-        self.out_dir.mkdir(parents=True, exist_ok=True)
-        vocab = vocabulary(self.source)
-        tensors = {name: (fmt, self.source.shape(name)) for name, fmt in self.formats.items()}
-        manifest = self.q4_map.document if self.q4_map else None
-        planned = [(name, fmt.name, shape) for name, (fmt, shape) in tensors.items()]
-        job = job_name(self.source, planned, manifest)
-        with iebin.IebinWriter(self.out_dir, job, progress) as writer:
-            done = writer.resume(tensors)
-            names = list(self.formats)[done:]
-            for name, tensor in prepared(self.source, names, self._stored):
-                writer.add(name, tensor)
-                self.source.release()
-            finish(writer, self.source, vocab, q4_map=manifest, quantised=self.quantised)
-        return done
-
-    def _stored(self, name: str, tensor: QuantTensor) -> QuantTensor:
-        if self.formats[name].name == tensor.format.name:
-            return tensor
-        assert self.q4_map is not None, "only a manifest changes formats"
-        return self.q4_map.stored(name, tensor, threads=len(usable_cpus()))
 
 
 def prepared(
@@ -138,6 +93,32 @@ def refuse_input(source: Checkpoint, *outputs: Path) -> None:
             raise UsageError(f"{path}: is the input, or a file of it; choose another output")
 
 
+def exported_formats(
+    source: Checkpoint,
+    names: Iterable[str],
+    check: Callable[[str, Format], None],
+    others: str | None,
+) -> tuple[dict[str, Format], tuple[str, ...]]:
+    """Return the formats of tensors in another container, and which of them become floats.
+
+    `check` raises FormatError for a name and format that the container cannot hold; such a tensor
+    becomes floats of the type `others`, and None refuses it.
+    """
+    formats = {name: source.tensors[name].format for name in names}
+    floats: dict[str, Format] = {}
+    for name, fmt in formats.items():
+        try:
+            check(name, fmt)
+        except FormatError as error:
+            if others is None:
+                raise FormatError(
+                    f"tensor {name!r}: {str(error).partition('; ask for')[0]}; --others bf16 (or "
+                    "f16, f32) makes such matrices floats, --to iebin keeps them"
+                ) from None
+            floats[name] = Float(others)
+    return formats | floats, tuple(floats)
+
+
 def open_source(path: Path) -> Checkpoint:
     """Open a conversion's input: Hugging Face (also pickled) before IEBIN. Raises ModelError."""
     directory = find_hf(path)
@@ -148,27 +129,66 @@ def open_source(path: Path) -> Checkpoint:
     return open_checkpoint(path)
 
 
-def plan_conversion(
-    hf_dir: Path,
-    out_dir: Path,
-    q4_map: Path | None = None,
-    opener: Callable[[Path], Checkpoint] = open_source,
-) -> Conversion:
-    """Open the input and check it before writing. Raises ModelError, UsageError, OSError."""
-    refuse_hf_folder(out_dir)
-    rules = load_q4_map(q4_map) if q4_map else None
-    source = opener(hf_dir)
-    refuse_input(source, out_dir)
-    chosen, notes = rules.choose(source.tensors) if rules else ({}, [])
-    names = sorted(source.names, key=natural)
-    formats = {name: chosen.get(name, source.tensors[name].format) for name in names}
-    nbytes = iebin.model_bytes((fmt, source.shape(name)) for name, fmt in formats.items())
-    nbytes += sum(os.path.getsize(file) for file in source.path.glob("*config.json"))
-    nbytes += len(vocabulary(source) or b"")
-    partial = out_dir / (BIN_NAME + PARTIAL)
-    reclaimed = partial.stat().st_size if partial.is_file() else 0
-    check_free(partial, nbytes, reclaimed)
-    return Conversion(source, out_dir, formats, rules, (*source.notes, *notes), nbytes)
+class Conversion:
+    """A model as IEBIN: checked, ready to be written."""
+
+    def __init__(
+        self,
+        hf_dir: Path,
+        out_dir: Path,
+        q4_map: Path | None = None,
+        opener: Callable[[Path], Checkpoint] = open_source,
+    ) -> None:
+        """Open the input and check it before writing. Raises ModelError, UsageError, OSError."""
+        refuse_hf_folder(out_dir)
+        self.out_dir = out_dir
+        self._q4_map = load_q4_map(q4_map) if q4_map else None
+        self.source = source = opener(hf_dir)
+        refuse_input(source, out_dir)
+        chosen, notes = self._q4_map.choose(source.tensors) if self._q4_map else ({}, [])
+        self.notes = (*source.notes, *notes)
+        # Of every tensor in the output, in the order of the file.
+        names = sorted(source.names, key=natural)
+        self.formats = {name: chosen.get(name, source.tensors[name].format) for name in names}
+        # An upper bound, closer than 1 % for real models.
+        self.nbytes = iebin.model_bytes((fmt, source.shape(n)) for n, fmt in self.formats.items())
+        self.nbytes += sum(os.path.getsize(file) for file in source.path.glob("*config.json"))
+        self.nbytes += len(vocabulary(source) or b"")
+        partial = out_dir / (BIN_NAME + PARTIAL)
+        reclaimed = partial.stat().st_size if partial.is_file() else 0
+        check_free(partial, self.nbytes, reclaimed)
+
+    @property
+    def quantised(self) -> dict[str, str]:
+        """Names of the quantised tensors, with their source format."""
+        return {
+            name: self.source.tensors[name].format.name
+            for name, fmt in self.formats.items()
+            if fmt.name != self.source.tensors[name].format.name
+        }
+
+    def run(self, progress: iebin.Progress = iebin.quiet) -> int:
+        """Write the output, resuming a killed run; return how many tensors it had finished."""
+        self.out_dir.mkdir(parents=True, exist_ok=True)
+        vocab = vocabulary(self.source)
+        tensors = {name: (fmt, self.source.shape(name)) for name, fmt in self.formats.items()}
+        manifest = self._q4_map.document if self._q4_map else None
+        planned = [(name, fmt.name, shape) for name, (fmt, shape) in tensors.items()]
+        job = job_name(self.source, planned, manifest)
+        with iebin.IebinWriter(self.out_dir, job, progress) as writer:
+            done = writer.resume(tensors)
+            names = list(self.formats)[done:]
+            for name, tensor in prepared(self.source, names, self._stored):
+                writer.add(name, tensor)
+                self.source.release()
+            finish(writer, self.source, vocab, q4_map=manifest, quantised=self.quantised)
+        return done
+
+    def _stored(self, name: str, tensor: QuantTensor) -> QuantTensor:
+        if self.formats[name].name == tensor.format.name:
+            return tensor
+        assert self._q4_map is not None, "only a manifest changes formats"
+        return self._q4_map.stored(name, tensor, threads=len(usable_cpus()))
 
 
 def vocabulary(source: Checkpoint) -> bytes | None:
@@ -188,7 +208,7 @@ def natural(name: str) -> list[str | int]:
 
 def write_tensor_map(model_dir: Path) -> int:
     """Write tensor_map.json, with model.ie.json's checksum; return its number of tensors."""
-    document = iebin.read_index(model_dir / JSON_NAME).document
+    document = iebin.IebinIndex(model_dir / JSON_NAME).document
     head = {
         "format": "clocher.tensor_map",
         "version": 1,

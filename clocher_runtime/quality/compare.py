@@ -161,13 +161,15 @@ def _joined(parts: Sequence[TokenScores]) -> TokenScores:
     return TokenScores(*map(np.concatenate, zip(*parts, strict=True)))
 
 
-class _Softmax(NamedTuple):
-    """Rows of a softmax [T, V] in fp64; those not finite hold zeros'."""
+class _Softmax:
+    """Rows of a softmax of logits [T, V] in fp64; those not finite hold zeros'."""
 
-    shifted: np.ndarray  # logits less the row's largest
-    exp: np.ndarray  # their exponentials
-    log_sum: np.ndarray  # [T] logarithm of the sum of `exp`
-    finite: np.ndarray  # [T] whether all logits of the row were finite
+    def __init__(self, logits: np.ndarray) -> None:
+        self.finite = np.isfinite(logits).all(axis=1)  # [T]
+        self.shifted = np.where(self.finite[:, None], logits, 0).astype(np.float64)
+        self.shifted -= self.shifted.max(axis=1, keepdims=True)
+        self.exp = np.exp(self.shifted)
+        self.log_sum = np.log(self.exp.sum(axis=1))  # [T]
 
     def nll(self, ids: np.ndarray) -> np.ndarray:
         """Return the negative log-likelihood per row, infinite in rows not finite."""
@@ -175,16 +177,8 @@ class _Softmax(NamedTuple):
         return np.asarray(np.where(self.finite, found, np.inf))
 
 
-def _softmax(logits: np.ndarray) -> _Softmax:
-    finite = np.isfinite(logits).all(axis=1)
-    shifted = np.where(finite[:, None], logits, 0).astype(np.float64)
-    shifted -= shifted.max(axis=1, keepdims=True)
-    exp = np.exp(shifted)
-    return _Softmax(shifted, exp, np.log(exp.sum(axis=1)), finite)
-
-
 def _score(reference: np.ndarray, model: np.ndarray, ids: np.ndarray) -> TokenScores:
-    p, q = _softmax(reference), _softmax(model)
+    p, q = _Softmax(reference), _Softmax(model)
     if not p.finite.all():
         raise ModelError(
             "the reference model gives logits that are not finite; nothing can be compared with it"

@@ -49,11 +49,17 @@ class Record(NamedTuple):
     out_nmse_rtn: float | None = None
 
 
-class Size(NamedTuple):
-    """Size of a model: elements and bytes of all tensors."""
+class Size:
+    """Size of a model as stored: elements and bytes of all tensors."""
 
-    parameters: int
-    nbytes: int
+    def __init__(self, model: Model) -> None:
+        stored = model.checkpoint.tensors
+        self.parameters = sum(prod(weight.shape) for weight in model.weights.values())
+        # Vectors are fp32 in memory, whatever the file has.
+        self.nbytes = sum(
+            weight.nbytes if isinstance(weight, QuantTensor) else stored[name].nbytes
+            for name, weight in model.weights.items()
+        )
 
     @property
     def bpw(self) -> float:
@@ -68,19 +74,6 @@ class Evaluation(NamedTuple):
     summary: Summary
     errors: tuple[TensorError, ...]
     size: Size
-
-
-def size_of(model: Model) -> Size:
-    """Return a model's stored size."""
-    stored = model.checkpoint.tensors
-    return Size(
-        sum(prod(weight.shape) for weight in model.weights.values()),
-        # Vectors are fp32 in memory, whatever the file has.
-        sum(
-            weight.nbytes if isinstance(weight, QuantTensor) else stored[name].nbytes
-            for name, weight in model.weights.items()
-        ),
-    )
 
 
 def evaluate(
@@ -118,7 +111,7 @@ def evaluate(
         )
     summary = summarise(compared)
     checks = tensor_checks(errors, limits.min_cosine) + text_checks(summary, limits)
-    return Evaluation(GateResult(name, limits, tuple(checks)), summary, errors, size_of(model))
+    return Evaluation(GateResult(name, limits, tuple(checks)), summary, errors, Size(model))
 
 
 def check_alike(reference: Model, model: Model) -> None:

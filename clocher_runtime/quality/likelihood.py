@@ -98,7 +98,7 @@ class Scorer:
                 for _ in generation:  # it has no token: this does steps until it ends
                     pass
                 running.popleft()
-                found |= reading.results()
+                found |= reading.scores
                 if progress is not None:
                     progress(len(found), len(pairs))
         finally:
@@ -135,26 +135,15 @@ class _Reading:
         self.fed = fed
         # By number of the pair: the position whose logits give its first token, and its tokens.
         self.targets: dict[int, tuple[int, Sequence[int]]] = {}
-        self._found: dict[tuple[int, int], Likelihood] = {}  # by position and token
+        self.scores: dict[int, Likelihood] = {}  # of each pair, up to the last position
 
     def take(self, position: int, logits: np.ndarray) -> None:
         """Take the logits after a position, [V] fp32."""
-        targets = self.targets.values()
-        for token in {ids[position - first] for first, ids in targets if position >= first}:
-            self._found[position, token] = _of_token(logits, token)
-
-    def results(self) -> dict[int, Likelihood]:
-        """Return the scores by number of the pair."""
-        found = {}
         for number, (first, ids) in self.targets.items():
-            parts = [self._found[position, token] for position, token in enumerate(ids, first)]
-            logprobs, greedy = zip(*parts, strict=True)
-            found[number] = Likelihood(sum(logprobs), all(greedy))
-        return found
-
-
-def _of_token(logits: np.ndarray, token: int) -> Likelihood:
-    return Likelihood(logprob_of(logits, token, 0).logprob, int(logits.argmax()) == token)
+            if position >= first:
+                token, (total, greedy) = ids[position - first], self.scores.get(number, (0.0, True))
+                total += logprob_of(logits, token, 0).logprob
+                self.scores[number] = Likelihood(total, greedy and int(logits.argmax()) == token)
 
 
 _Filled = Annotated[str, msgspec.Meta(min_length=1)]

@@ -79,11 +79,6 @@ class Trace(
     # the largest logits of each step, None where they were not traced
     topk: tuple[TopLogits, ...] | None = None
 
-    @property
-    def greedy(self) -> bool:
-        """Whether the run was greedy."""
-        return self.sampling["temperature"] == 0
-
 
 def top_logits(logits: np.ndarray, count: int) -> TopLogits:
     """Return the largest of logits fp32 [V], ties by lower id."""
@@ -242,11 +237,11 @@ def verify(
     """Compare traces with a reference; None compares no steps. UsageError if not greedy."""
     if reference is not None:
         for number, trace in enumerate(traces):
-            if not trace.greedy:
+            if temperature := trace.sampling["temperature"]:
                 raise UsageError(
-                    f"prompt {number} was sampled with temperature "
-                    f"{trace.sampling['temperature']}; steps can be compared only of a greedy run: "
-                    "leave out --temperature, or check the prompts alone with --tokenizer-only"
+                    f"prompt {number} was sampled with temperature {temperature}; steps can be "
+                    "compared only of a greedy run: leave out --temperature, or check the prompts "
+                    "alone with --tokenizer-only"
                 )
     report = Report(prompts=len(traces))
     overlaps: list[float] = []

@@ -61,7 +61,7 @@ def dedup(
     """
     from clocher_runtime.checkpoints.checkpoint import BIN_NAME, JSON_NAME
     from clocher_runtime.checkpoints.dedup.reader import has_dedup, open_deduplicated
-    from clocher_runtime.checkpoints.iebin import read_index
+    from clocher_runtime.checkpoints.iebin import IebinIndex
     from clocher_runtime.convert.dedup_writer import restore
 
     if (back or check) and (remove_bin or keep_anyway or back == check):
@@ -69,7 +69,7 @@ def dedup(
     if back:
         if not has_dedup(model_dir):
             raise ModelNotFound(f"{model_dir}: no deduplicated weights there")
-        total = read_index(model_dir / JSON_NAME).bin.nbytes
+        total = IebinIndex(model_dir / JSON_NAME).bin.nbytes
         nbytes = console.progress(total, partial(restore, model_dir))
         console.say(f"restored {BIN_NAME}, {size(nbytes)}, SHA-256 as in {JSON_NAME}")
     elif check:
@@ -89,16 +89,17 @@ def dedup(
 
 def _deduplicate(console: Console, model_dir: Path, keep_anyway: bool) -> bool:
     from clocher_runtime.checkpoints.checkpoint import JSON_NAME
-    from clocher_runtime.checkpoints.iebin import read_index
-    from clocher_runtime.convert.dedup_writer import WORTH_IT, gain_of, plan_dedup
+    from clocher_runtime.checkpoints.iebin import IebinIndex
+    from clocher_runtime.convert.dedup_writer import WORTH_IT, Deduplication, described
 
-    total = read_index(model_dir / JSON_NAME).bin.nbytes
-    plan = console.progress(total, partial(plan_dedup, model_dir))
+    total = IebinIndex(model_dir / JSON_NAME).bin.nbytes
+    plan = console.progress(total, partial(Deduplication, model_dir))
     rows = [("bytes", "stored", "saved", "plane")]
-    for gain in map(gain_of, plan.planes):
-        saved = f"{1 - gain.stored / gain.nbytes:.1%}"
-        plane = f"{gain.name} ({gain.dtype}): {gain.how}"
-        rows.append((str(gain.nbytes), str(gain.stored), saved, plane))
+    for each in plan.planes:
+        nbytes, stored = each.plane.nbytes, sum(part for _, part in each.parts())
+        saved = f"{1 - stored / nbytes:.1%}"
+        name = f"{each.tensor} {each.key} ({each.plane.dtype}): {described(each)}"
+        rows.append((str(nbytes), str(stored), saved, name))
     click.echo(columns(rows, right=(0, 1, 2)))
     less = 100 * (1 - plan.nbytes / total)
     saved = f"{size(total)} -> {size(plan.nbytes)}, {less:.1f} % less"

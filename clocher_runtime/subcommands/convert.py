@@ -109,7 +109,7 @@ def convert(
     """
     from clocher_runtime.checkpoints.hf.torch_bin import open_torch_bin
     from clocher_runtime.checkpoints.locate import locate
-    from clocher_runtime.convert.to_iebin import open_source, plan_conversion
+    from clocher_runtime.convert.to_iebin import Conversion, open_source
 
     if check:
         if out_dir or any(how.values()):
@@ -130,7 +130,7 @@ def convert(
         flag = "--others" if how["others"] else "--pre"
         raise UsageError(f"{flag} has no place: IEBIN holds every model")
     with replacing_model(console, out_dir, q4_map):
-        conversion = plan_conversion(found, out_dir, q4_map, opener)
+        conversion = Conversion(found, out_dir, q4_map, opener)
         for note in conversion.notes:
             console.note(f"note: {note}")
         console.disk(conversion.source.path, out_dir, conversion.nbytes)
@@ -141,11 +141,11 @@ def convert(
 
 def _check(console: Console, model_dir: Path, source: Path | None) -> ExitCode:
     from clocher_runtime.checkpoints.checkpoint import JSON_NAME
-    from clocher_runtime.checkpoints.iebin import read_index
+    from clocher_runtime.checkpoints.iebin import IebinIndex
     from clocher_runtime.convert.certificate import check_certificate
 
     work = partial(check_certificate, model_dir, source)
-    found = console.progress(read_index(model_dir / JSON_NAME).bin.nbytes, work)
+    found = console.progress(IebinIndex(model_dir / JSON_NAME).bin.nbytes, work)
     for problem in found.problems:
         console.note(problem)
     beside = f"source {found.source}" if found.source else "the source is not there any more"
@@ -165,17 +165,17 @@ def _export(
     console: Console, source: "Checkpoint", out: Path, kind: str, how: Mapping[str, Any]
 ) -> ExitCode:
     from clocher_runtime.checkpoints import open_checkpoint
-    from clocher_runtime.convert.gguf_model import plan_gguf_model
-    from clocher_runtime.convert.to_compressed import plan_compressed
+    from clocher_runtime.convert.gguf_model import GgufConversion
+    from clocher_runtime.convert.to_compressed import CompressedConversion
 
     notes, others = source.notes, how["others"]
     if kind == "gguf":
-        job: Any = plan_gguf_model(source, out, others, how["pre"])
+        job: Any = GgufConversion(source, out, others, how["pre"])
         notes += job.export.notes
     elif how["pre"]:
         raise UsageError("--pre is for GGUF")
     else:
-        job = plan_compressed(source, out, others)
+        job = CompressedConversion(source, out, others)
     for note in notes:
         console.note(f"note: {note}")
     if job.floats:
@@ -258,9 +258,9 @@ def synthesize(console: Console, preset: str, out_dir: Path, precision: str, **g
 
     The same arguments give the same bytes.
     """
-    from clocher_runtime.convert.synthetic import plan_synthesis
+    from clocher_runtime.convert.synthetic import Synthesis
 
-    synthesis = plan_synthesis(preset, precision, out_dir, **given)
+    synthesis = Synthesis(preset, precision, out_dir, **given)
     console.disk(preset, out_dir, synthesis.nbytes)
     console.progress(synthesis.nbytes, synthesis.run)
     more = " and model.gguf" if given["gguf"] else ""

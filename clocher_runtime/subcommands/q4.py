@@ -7,7 +7,7 @@ from clocher_runtime.checkpoints.q4 import COMPAT_NAME
 from clocher_runtime.command.console import Console
 from clocher_runtime.command.flags import needed, script
 from clocher_runtime.config.values import SWITCH, integer
-from clocher_runtime.convert.q4_planes import CHUNK_ROWS, make_index, plan_append, plan_q4
+from clocher_runtime.convert.q4_planes import CHUNK_ROWS, AppendJob, Q4Job, make_index
 from clocher_runtime.convert.to_iebin import MAP_NAME, write_tensor_map
 
 MAX_CHUNK_ROWS = 1_000_000
@@ -45,7 +45,7 @@ def generate(console: Console, hf_dir: Path, q4_bytes: Path, scales: Path, manif
     """
     head = SWITCH.read(*_variable("IE_Q4_INCLUDE_LM_HEAD", "0"))
     rows = integer(1, MAX_CHUNK_ROWS).read(*_variable("CHUNK_ROWS", str(CHUNK_ROWS)))
-    job = plan_q4(hf_dir, q4_bytes, scales, manifest, head, rows)
+    job = Q4Job(hf_dir, q4_bytes, scales, manifest, head, rows)
     if head and "lm_head.weight" not in job.names:
         kept = job.kept.get("lm_head.weight", "the embedding is the output head")
         console.note(f"note: IE_Q4_INCLUDE_LM_HEAD=1, but there is none to encode: {kept}")
@@ -87,7 +87,7 @@ def _variable(name: str, default: str) -> tuple[str, str]:
 )
 def append(console: Console, hf_dir: Path, compat_json: Path, q4_bin: Path) -> None:
     """Append to an index the attention projections (self_attn q, k, v, o) that it lacks in Q4_0."""
-    job = plan_append(hf_dir, compat_json, q4_bin)
+    job = AppendJob(hf_dir, compat_json, q4_bin)
     console.disk(job.source.path, compat_json.parent, job.nbytes)
     console.progress(job.nbytes, job.run)
     console.say(

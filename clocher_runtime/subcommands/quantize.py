@@ -165,7 +165,7 @@ def quantize(
     from clocher_runtime.checkpoints.locate import locate
     from clocher_runtime.command.ptq import planned, quantised
     from clocher_runtime.convert.q4_entries import remove_planes
-    from clocher_runtime.convert.to_iebin import open_source, plan_conversion
+    from clocher_runtime.convert.to_iebin import Conversion, open_source
     from clocher_runtime.disk.output_file import check_free
     from clocher_runtime.quality.gate import verdict_code
 
@@ -186,7 +186,7 @@ def quantize(
         again = ", which does not calibrate again" if job.calibration else ""
         console.note(f"no model was written: {_NEXT[outcome.verdict]}{again}")
         return verdict_code(outcome.verdict)
-    conversion = plan_conversion(source, out_dir, outcome.path, lambda _: job.checkpoint)
+    conversion = Conversion(source, out_dir, outcome.path, lambda _: job.checkpoint)
     run_conversion(console, conversion, verify)
     # The model owns these planes now; copies would double the memory.
     remove_planes(outcome.path)

@@ -23,7 +23,7 @@ from clocher_runtime.checkpoints.q4 import (
     Q4_NAMES,
     write_overlay,
 )
-from clocher_runtime.convert.dedup_writer import plan_dedup
+from clocher_runtime.convert.dedup_writer import Deduplication
 from clocher_runtime.quality.verify import TopLogits, Trace, document
 from fuzz import hf_seeds
 from fuzz.text_seeds import Seed, json_bytes
@@ -60,7 +60,7 @@ def dedup() -> list[Seed]:
     }
 
     def make(folder: Path) -> None:
-        plan_dedup(write_iebin(folder, tensors)).run()
+        Deduplication(write_iebin(folder, tensors)).run()
         (folder / "model.ie.bin").unlink()
 
     return [_made(make)]

@@ -37,11 +37,6 @@ class Stream:
     symbols: np.ndarray | None = field(default=None, compare=False, repr=False)
 
     @property
-    def frequent(self) -> int:
-        """Symbols that have a code of their own."""
-        return min(self.table, (1 << self.width) - 1)
-
-    @property
     def exception_bits(self) -> int:
         """Bits of an exception."""
         return exception_bits(self.table, self.width)
@@ -110,7 +105,8 @@ def decoder(
     u8; `rank`: exceptions before each `RANK_STRIDE` symbols but the first, u32; `literals`:
     exceptions, u8.
     """
-    table, width, frequent = _table(stream, values), stream.width, stream.frequent
+    table, width = _table(stream, values), stream.width
+    frequent = min(stream.table, (1 << width) - 1)  # symbols that have a code of their own
     ranks = np.concatenate([[0], rank.astype(np.int64), [stream.escapes]])
     steps = np.diff(ranks)
     if stream.escapes and (steps.min() < 0 or steps.max() > RANK_STRIDE):

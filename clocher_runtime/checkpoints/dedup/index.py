@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 from clocher_kernels.errors import FormatError, UnsupportedModel
@@ -51,7 +50,7 @@ class StoredPlane:
     """How one plane is stored.
 
     `mode` is "raw", "streams" (`split` into `streams`) or "same" (as the earlier plane `of`).
-    `sha256` is of the decoded bytes.
+    `sha256` is of the decoded bytes, `regions` the places of `parts`, as `placed` gives them.
     """
 
     tensor: str
@@ -62,6 +61,7 @@ class StoredPlane:
     split: str = ""
     streams: tuple[codec.Stream, ...] = ()
     of: int = 0
+    regions: tuple[Region, ...] = ()
 
     @property
     def head(self) -> dict[str, Any]:
@@ -94,39 +94,27 @@ class StoredPlane:
         return {**self.head, "mode": self.mode, **{key: extra[key] for key in _EXTRA[self.mode]}}
 
 
-def place_parts(
-    planes: Iterable[StoredPlane],
-) -> tuple[tuple[tuple[Region, ...], ...], dict[str, int]]:
-    """Return the places of each plane's parts, empty ones too, and the ends of the files."""
+def placed(planes: Iterable[StoredPlane]) -> tuple[tuple[StoredPlane, ...], dict[str, int]]:
+    """Return planes with the places of their parts, empty ones too, and the ends of the files."""
     ends = dict.fromkeys(KINDS, 0)
-    placed = []
+    found = []
     for plane in planes:
         regions = []
         for kind, nbytes in plane.parts():
             offset = aligned(ends[kind], ALIGNMENT[kind]) if nbytes else ends[kind]
             ends[kind] = offset + nbytes
             regions.append(Region(kind, offset, nbytes))
-        placed.append(tuple(regions))
-    return tuple(placed), ends
+        found.append(replace(plane, regions=tuple(regions)))
+    return tuple(found), ends
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class DedupIndex:
     """model.dedup.json: `source` is the model.ie.bin it stands for, whose `planes` are in order."""
 
     source: FileFacts
     files: Mapping[str, FileFacts]
     planes: tuple[StoredPlane, ...]
-
-    @cached_property
-    def placed(self) -> tuple[tuple[tuple[Region, ...], ...], dict[str, int]]:
-        """The places of each plane's parts, and where the files end."""
-        return place_parts(self.planes)
-
-    @property
-    def regions(self) -> tuple[tuple[Region, ...], ...]:
-        """The places of each plane's parts."""
-        return self.placed[0]
 
     def text(self) -> bytes:
         """Return the file."""
@@ -169,14 +157,14 @@ def parse_index(
     planes: list[StoredPlane] = []
     for number, (value, plane) in enumerate(zip(values, raw, strict=True)):
         planes.append(_read_plane(value, plane, planes, f"{where}: planes[{number}]"))
-    index = DedupIndex(source, files, tuple(planes))
-    ends = index.placed[1]
+    in_files, ends = placed(planes)
     for kind, end in ends.items():
         if files[kind].nbytes != end:
             raise FormatError(
                 f"{where}: files.{kind}.nbytes is {files[kind].nbytes}, its parts end at {end}"
             )
     check_expansion(planes, sum(ends.values()), where)
+    index = DedupIndex(source, files, in_files)
     if document["totals"] != (totals := index._totals):
         raise FormatError(f"{where}: totals are {document['totals']!r:.80}, expected {totals}")
     return index

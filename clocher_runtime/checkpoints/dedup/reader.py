@@ -13,7 +13,7 @@ from clocher_kernels.quant_tensor import QuantTensor
 from clocher_runtime.checkpoints import checkpoint
 from clocher_runtime.checkpoints.dedup import codec
 from clocher_runtime.checkpoints.dedup import index as dedup_index
-from clocher_runtime.checkpoints.iebin import IebinIndex, read_index
+from clocher_runtime.checkpoints.iebin import IebinIndex
 from clocher_runtime.disk.files import MappedFile, read_bytes, sha256_of
 from clocher_runtime.disk.plane_index import Region, check_padding
 from clocher_runtime.disk.strict_json import MAX_JSON_BYTES, prefixed
@@ -35,7 +35,7 @@ class DedupFile:
                 self._files[kind] = MappedFile(names[kind], size)
             elif not names[kind].is_file() or names[kind].stat().st_size:
                 raise FormatError(f"{names[kind]}: expected an empty file")
-        regions = (region for plane in index.regions for region in plane if region.nbytes)
+        regions = (region for plane in index.planes for region in plane.regions if region.nbytes)
         check_padding(regions, self._files)
 
     @property
@@ -54,28 +54,13 @@ class DedupFile:
         if plane.mode == "same":
             return self.plane(plane.of, verify)
         if plane.mode == "raw":
-            data = self._bytes(self.index.regions[number][0])
+            data = self._bytes(plane.regions[0])
             if verify:
                 self._check_hash(plane, sha256_of(data))
         else:
             data = np.empty(plane.plane.nbytes, np.uint8)
             self._decode(number, data)
         return data.view(plane.plane.storage).reshape(plane.plane.shape)
-
-    def pieces(self, number: int, start: int, stop: int) -> Iterator[np.ndarray]:
-        """Yield decoded bytes [start, stop), unhashed; `start`: a multiple of the piece size."""
-        plane, regions = self.index.planes[number], self.index.regions[number]
-        split = codec.SPLITS[plane.split]
-        item, step = split.item.itemsize, PIECE_ITEMS * split.item.itemsize
-        with prefixed(f"{self.path}: tensor {plane.tensor!r}, plane {plane.key!r}"):
-            decoders = [
-                self._stream(stream, part, regions[4 * i : 4 * i + 4])
-                for i, (stream, part) in enumerate(zip(plane.streams, split.parts, strict=True))
-            ]
-            for at in range(start, stop, step):
-                ends = (at, min(at + step, plane.plane.nbytes))
-                first, last = (end // item * split.per_item for end in ends)
-                yield codec.join(split, [one(first, last) for one in decoders]).view(np.uint8)
 
     def verify(self) -> None:
         """Decode everything; check the SHA-256 of each plane and each file; raises FormatError."""
@@ -97,12 +82,22 @@ class DedupFile:
             file.release()
 
     def _decode(self, number: int, out: np.ndarray | None = None) -> None:
-        plane, digest, start = self.index.planes[number], hashlib.sha256(), 0
-        for piece in self.pieces(number, 0, plane.plane.nbytes):
-            digest.update(piece.data)
-            if out is not None:
-                out[start : start + len(piece)] = piece
-            start += len(piece)
+        """Decode a plane piece by piece, check its hash, and fill `out` with its bytes."""
+        plane, digest = self.index.planes[number], hashlib.sha256()
+        split, nbytes = codec.SPLITS[plane.split], plane.plane.nbytes
+        item, step = split.item.itemsize, PIECE_ITEMS * split.item.itemsize
+        with prefixed(f"{self.path}: tensor {plane.tensor!r}, plane {plane.key!r}"):
+            decoders = [
+                self._stream(stream, part, plane.regions[4 * i : 4 * i + 4])
+                for i, (stream, part) in enumerate(zip(plane.streams, split.parts, strict=True))
+            ]
+            for start in range(0, nbytes, step):
+                stop = min(start + step, nbytes)
+                first, last = (end // item * split.per_item for end in (start, stop))
+                piece = codec.join(split, [one(first, last) for one in decoders]).view(np.uint8)
+                digest.update(piece.data)
+                if out is not None:
+                    out[start:stop] = piece
         self._check_hash(plane, digest.hexdigest())
 
     def _check_hash(self, plane: dedup_index.StoredPlane, found: str) -> None:
@@ -141,7 +136,7 @@ def has_dedup(directory: Path) -> bool:
 
 def open_pair(directory: Path) -> tuple[IebinIndex, DedupFile]:
     """Open a model's document and its deduplicated weights, which must belong to it."""
-    index, path = read_index(directory / checkpoint.JSON_NAME), directory / dedup_index.INDEX_NAME
+    index, path = IebinIndex(directory / checkpoint.JSON_NAME), directory / dedup_index.INDEX_NAME
     raw = [plane for plane, _ in dedup_index.raw_planes(index)]
     data = read_bytes(path, MAX_JSON_BYTES)
     stored = dedup_index.parse_index(data, str(path), index.bin, raw)

@@ -46,11 +46,6 @@ class GgmlType:
     format: Format
     tail: int = 0
 
-    @property
-    def is_same(self) -> bool:
-        """Whether the planes of the format are the file's bytes."""
-        return isinstance(self.format, Float | Ggml) and self.name != "tq1_0"
-
     def row_bytes(self, columns: int) -> int:
         """Return the bytes of a row; raises FormatError if it is not whole blocks."""
         if columns % self.block:
@@ -172,7 +167,7 @@ def stored_blocks(
     data: np.ndarray, kind: GgmlType, shape: tuple[int, ...], where: str
 ) -> QuantTensor:
     """Return a tensor of a file's bytes, u8: a view where the format has them as they are."""
-    if kind.is_same:
+    if isinstance(kind.format, Float | Ggml) and kind != _TQ1_0:
         planes = {
             key: data.view(plane.storage).reshape(plane.shape)
             for key, plane in kind.format.planes(shape).items()

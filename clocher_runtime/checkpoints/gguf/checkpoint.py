@@ -146,8 +146,8 @@ def _joined(parts: list[GgufFile]) -> GgufFile:
                 raise FormatError(
                     f"{part.file.path}: {key} is {got}; expected {expected}, as its name says"
                 )
-        for key in part.keys:
-            ours, theirs = first.value(key), part.value(key)
+        for key, theirs in part.metadata.items():
+            ours = first.metadata.get(key)
             # Arrays, and what the first part lacks, are not compared.
             if key != _NO and isinstance(ours, str | int | float) and ours != theirs:
                 raise FormatError(

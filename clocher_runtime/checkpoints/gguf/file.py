@@ -104,15 +104,17 @@ _SPELLED: Mapping[type, str] = {
 
 
 class GgufFile:
-    """A validated, memory-mapped GGUF file with its attached parts; all in file order."""
+    """A validated, memory-mapped GGUF file with its attached parts; all in file order.
+
+    Arrays of numbers in its `metadata` are views (bools as u8).
+    """
 
     def __init__(self, path: Path) -> None:
         """Map and validate a file; FormatError, UnsupportedModel, ModelError or WindowError."""
         self.file = MappedFile(path)
         header = _Header(self.file)
         self.version = header.version
-        self._values = header.values()
-        self.keys = tuple(self._values)
+        self.metadata: Mapping[str, Value] = header.values()
         alignment = self.get("general.alignment", int, 32)
         if not 8 <= alignment <= MAX_ALIGNMENT or alignment & (alignment - 1):
             raise FormatError(
@@ -132,16 +134,12 @@ class GgufFile:
         for file in self.files:
             file.release()
 
-    def value(self, key: str) -> Value | None:
-        """Return a metadata entry, None without one; arrays of numbers are views (bools as u8)."""
-        return self._values.get(key)
-
     def get(self, key: str, kind: type[_T], default: _T | None = None) -> _T:
         """Return an entry; FormatError for another kind, or if missing with no default.
 
         An integer is a float, too; an f32 is the shortest decimal that rounds to it.
         """
-        value = self.value(key)
+        value = self.metadata.get(key)
         if value is None and default is not None:
             return default
         if kind is float and type(value) is int:
@@ -177,7 +175,7 @@ class Metadata:
 
     def value(self, key: str) -> Any:
         """Return a value of any type, None without one."""
-        return self.file.value(f"{self.arch}.{key}")
+        return self.file.metadata.get(f"{self.arch}.{key}")
 
     def layer_types(self, every: int) -> list[str]:
         """Return the layer types: all but every n-th have a window, unless a list says which."""

@@ -78,18 +78,18 @@ PRE_TYPES: Mapping[str, PreType] = {
 
 def has_vocabulary(file: GgufFile) -> bool:
     """Return whether the file has one; benchmark files may not."""
-    return MODEL in file.keys and file.get(MODEL, str) not in ("no_vocab", "none")
+    return MODEL in file.metadata and file.get(MODEL, str) not in ("no_vocab", "none")
 
 
 def token_id(file: GgufFile, role: str) -> int | None:
     """Return the id of a special token, or None."""
     key = f"tokenizer.ggml.{ROLES.get(role, role)}_token_id"
-    return file.get(key, int) if key in file.keys else None
+    return file.get(key, int) if key in file.metadata else None
 
 
 def token_types(file: GgufFile, count: int) -> np.ndarray:
     """Return the type of each token, `NORMAL` to `BYTE`; normal without the entry."""
-    if TYPES not in file.keys:
+    if TYPES not in file.metadata:
         return np.full(count, NORMAL)
     types = file.get(TYPES, np.ndarray)
     if len(types) != count:
@@ -154,14 +154,14 @@ def tokenizer_config(file: GgufFile) -> dict[str, Any]:
     begins = file.get(MODEL, str) == "llama" or (pre is not None and pre.bos)
     config["add_bos_token"] = file.get("tokenizer.ggml.add_bos_token", bool, begins)
     config["add_eos_token"] = file.get("tokenizer.ggml.add_eos_token", bool, False)
-    if _TEMPLATE in file.keys:
+    if _TEMPLATE in file.metadata:
         config["chat_template"] = _templates(file)
     return config
 
 
 def _templates(file: GgufFile) -> str | list[dict[str, str]]:
     default = file.get(_TEMPLATE, str)
-    if _TEMPLATES not in file.keys:
+    if _TEMPLATES not in file.metadata:
         return default
     names = [name for name in file.get(_TEMPLATES, Strings).texts() if name != "default"]
     named = [{"name": name, "template": file.get(f"{_TEMPLATE}.{name}", str)} for name in names]
@@ -201,7 +201,7 @@ def _added(file: GgufFile, texts: list[str]) -> list[dict[str, Any]]:
 
 def _check_merges(file: GgufFile, vocab: Mapping[str, int]) -> None:
     """Refuse a merge of a byte-level vocabulary that is not of two tokens, or makes none."""
-    merges = file.get(_MERGES, Strings).texts() if _MERGES in file.keys else ()
+    merges = file.get(_MERGES, Strings).texts() if _MERGES in file.metadata else ()
     for index, merge in enumerate(merges):
         pair = merge.split(" ")
         if len(pair) != 2 or not all(part in vocab for part in (*pair, "".join(pair))):
@@ -212,7 +212,7 @@ def _check_merges(file: GgufFile, vocab: Mapping[str, int]) -> None:
 
 
 def _byte_level(file: GgufFile, texts: list[str], vocab: dict[str, int]) -> dict[str, Any]:
-    if _PRE not in file.keys:
+    if _PRE not in file.metadata:
         raise UnsupportedModel(
             f"{file.file.path}: {_PRE} is missing: the file is older than llama.cpp's knowledge of "
             "how text is split, and would be split wrongly; convert the model again"

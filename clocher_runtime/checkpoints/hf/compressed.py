@@ -15,7 +15,6 @@ Source: compressed-tensors src/compressed_tensors/{compressors,quantization}.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Annotated, Any
 
 import numpy as np
@@ -23,7 +22,7 @@ from msgspec import Meta, Struct
 
 from clocher_kernels.errors import FormatError, UnsupportedModel
 from clocher_kernels.formats import Int8, Mxfp4
-from clocher_kernels.formats.base import Group, unpacked
+from clocher_kernels.formats.base import unpacked
 from clocher_kernels.formats.floats import FP8_BLOCK as BLOCK
 from clocher_kernels.formats.floats import MXFP4_BLOCK, Scope
 from clocher_kernels.quant_tensor import QuantTensor
@@ -52,41 +51,58 @@ class _Settings(Struct):
     transform_config: Any = None
 
 
-@dataclass(frozen=True, slots=True)
 class _Scheme:
     """How the linears of a config group are stored.
 
-    `form` is one of `_FORMATS`, naive-quantized resolved; `strategy`: "tensor", "channel", "group"
-    or "block"; `group`: columns of a group, or None.
+    `form` is one of `_FORMATS`, naive-quantized resolved; `scope` is what shares a scale: columns
+    of a group, a "row", the "tensor", or the blocks "b128".
     """
 
-    label: str
-    form: str
-    bits: int
-    symmetric: bool
-    strategy: str
-    group: int | None
+    def __init__(self, label: str, form: str, weights: Mapping[str, Any]) -> None:
+        def choice(key: str, default: Any, known: tuple[Any, ...], way_out: str = "") -> Any:
+            return one_of(weights, key, default, known, shards.SETTINGS, way_out)
 
-    @property
-    def scope(self) -> Group:
-        """What shares a scale, as in `Int8`."""
-        return self.group or ("tensor" if self.strategy == "tensor" else "row")
+        kinds = {_PACKED: ("int",), _INT: ("int",), _FLOAT: ("float",), _MXFP4: ("float",)}
+        kind = choice("type", "int", kinds.get(form, ("int", "float")))
+        if form == _NAIVE:
+            form = _INT if kind == "int" else _FLOAT
+        known_bits = {_PACKED: (4, 8), _INT: (4, 8), _FLOAT: (8,), _MXFP4: (4,)}[form]
+        bits = choice("num_bits", 8, known_bits, f"{shards.REQUANTISE} with one of these")
+        symmetric = choice("symmetric", True, (True, False))
+        if not symmetric and (form != _PACKED or bits != 4):
+            raise UnsupportedModel(
+                f"{shards.SETTINGS}: {form} of {bits} bits with zero points (symmetric false) has "
+                f"no format here; {shards.REQUANTISE} symmetrically, or as pack-quantized with 4 "
+                "bits"
+            )
+        size = weights.get("group_size")
+        group = None if size is None else shards.columns_per_group(size)
+        inferred = "group" if group else "channel" if size else "tensor"
+        cells = "block" if form == _FLOAT else "group"
+        strategies = ("group",) if form == _MXFP4 else ("tensor", "channel", cells)
+        strategy = choice("strategy", inferred, strategies, shards.REQUANTISE)
+        if (strategy == "group") != (group is not None) or (form == _MXFP4 and group != 32):
+            raise FormatError(
+                f"{shards.SETTINGS}: strategy {strategy} of {form} with group_size {group}"
+            )
+        block = weights.get("block_structure")
+        if strategy == "block" and block not in ([BLOCK, BLOCK], f"{BLOCK}x{BLOCK}"):
+            known = (f"[{BLOCK}, {BLOCK}]",)
+            raise unknown("block_structure", block, known, shards.SETTINGS, shards.REQUANTISE)
+        self.label, self.form, self.bits, self.symmetric = label, form, bits, symmetric
+        self.scope: Any = group or _SCOPES[strategy]  # as in `Int8`, or in `Fp8`
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class _Linear:
-    """The arrays of one linear X; shape, zero and g_idx are optional."""
+    """The arrays of one linear X."""
 
-    weight: shards.StoredArray
-    scale: shards.StoredArray
-    shape: shards.StoredArray | None
-    zero: shards.StoredArray | None
-    g_idx: shards.StoredArray | None
-
-    def refuse_zeros(self) -> None:
-        """Refuse nonzero zero points of symmetric codes, which old writers store as well."""
-        if self.zero is not None and self.zero.array.any():
-            raise FormatError(f"{self.zero.where}: not zero, but its config group is symmetric")
+    def __init__(self, source: shards.Source, name: str, stem: str) -> None:
+        """Claim the weight of this name and what belongs to it. Raises FormatError."""
+        self.weight = source.rest.pop(name)
+        self.scale = source.claim(f"{stem}.weight_scale", self.weight)
+        self.shape = source.rest.pop(f"{stem}.weight_shape", None)
+        self.zero = source.rest.pop(f"{stem}.weight_zero_point", None)
+        self.g_idx = source.rest.pop(f"{stem}.weight_g_idx", None)
 
 
 def read_compressed(source: shards.Source) -> shards.Tensors:
@@ -106,7 +122,7 @@ def read_compressed(source: shards.Source) -> shards.Tensors:
             form = group.format or settings.format
             if form not in _FORMATS:
                 raise unknown("format", form, _FORMATS, shards.SETTINGS, "save it in one of these")
-            schemes.append(_scheme(label, str(form), group.weights))
+            schemes.append(_Scheme(label, str(form), group.weights))
     if not schemes:
         raise FormatError(f"{shards.SETTINGS}: no config group quantises weights")
     tensors: shards.Tensors = {}
@@ -116,59 +132,22 @@ def read_compressed(source: shards.Source) -> shards.Tensors:
         stem = name.removesuffix("_packed").removesuffix(".weight")
         if stem in settings.ignore:
             raise FormatError(f"{source.rest[name].where}: packed, but ignore lists {stem!r}")
-        weight = source.rest.pop(name)
-        optional = (
-            source.rest.pop(f"{stem}.weight_{part}", None)
-            for part in ("shape", "zero_point", "g_idx")
-        )
-        linear = _Linear(weight, source.claim(f"{stem}.weight_scale", weight), *optional)
-        tensors[f"{stem}.weight"] = _tensor(schemes, linear)
+        tensors[f"{stem}.weight"] = _tensor(schemes, _Linear(source, name, stem))
     source.refuse_orphans(".weight_scale", ".weight_zero_point", ".weight_shape", ".weight_g_idx")
     packed_words.note_floats(source, tensors)
     return tensors
 
 
-def _scheme(label: str, form: str, weights: Mapping[str, Any]) -> _Scheme:
-    def choice(key: str, default: Any, known: tuple[Any, ...], way_out: str = "") -> Any:
-        return one_of(weights, key, default, known, shards.SETTINGS, way_out)
-
-    kinds = {_PACKED: ("int",), _INT: ("int",), _FLOAT: ("float",), _MXFP4: ("float",)}
-    kind = choice("type", "int", kinds.get(form, ("int", "float")))
-    if form == _NAIVE:
-        form = _INT if kind == "int" else _FLOAT
-    known_bits = {_PACKED: (4, 8), _INT: (4, 8), _FLOAT: (8,), _MXFP4: (4,)}[form]
-    bits = choice("num_bits", 8, known_bits, f"{shards.REQUANTISE} with one of these")
-    symmetric = choice("symmetric", True, (True, False))
-    if not symmetric and (form != _PACKED or bits != 4):
-        raise UnsupportedModel(
-            f"{shards.SETTINGS}: {form} of {bits} bits with zero points (symmetric false) has no "
-            f"format here; {shards.REQUANTISE} symmetrically, or as pack-quantized with 4 bits"
-        )
-    size = weights.get("group_size")
-    group = None if size is None else shards.columns_per_group(size)
-    inferred = "group" if group else "channel" if size else "tensor"
-    cells = "block" if form == _FLOAT else "group"
-    strategies = ("group",) if form == _MXFP4 else ("tensor", "channel", cells)
-    strategy = choice("strategy", inferred, strategies, shards.REQUANTISE)
-    if (strategy == "group") != (group is not None) or (form == _MXFP4 and group != 32):
-        raise FormatError(
-            f"{shards.SETTINGS}: strategy {strategy} of {form} with group_size {group}"
-        )
-    block = weights.get("block_structure")
-    if strategy == "block" and block not in ([BLOCK, BLOCK], f"{BLOCK}x{BLOCK}"):
-        known = (f"[{BLOCK}, {BLOCK}]",)
-        raise unknown("block_structure", block, known, shards.SETTINGS, shards.REQUANTISE)
-    return _Scheme(label, form, bits, symmetric, strategy, group)
-
-
 def _tensor(schemes: list[_Scheme], linear: _Linear) -> QuantTensor:
     """Return a linear's tensor, read by the first scheme that describes its arrays."""
-    misfits = []
+    misfits, zero = [], linear.zero
     for scheme in schemes:
         try:
+            # Old writers store the zero points of symmetric codes as well.
+            if scheme.symmetric and zero is not None and zero.array.any():
+                raise FormatError(f"{zero.where}: not zero, but its config group is symmetric")
             if scheme.form == _FLOAT:
-                linear.refuse_zeros()
-                return shards.fp8_tensor(linear.weight, linear.scale, (_SCOPES[scheme.strategy],))
+                return shards.fp8_tensor(linear.weight, linear.scale, (scheme.scope,))
             return {_PACKED: _packed, _INT: _integers, _MXFP4: _mxfp4}[scheme.form](scheme, linear)
         except FormatError as error:
             misfits.append(f"{scheme.label}: {error}")
@@ -192,8 +171,6 @@ def _packed(scheme: _Scheme, linear: _Linear) -> QuantTensor:
         )
     groups, columns = _check_groups(scheme, linear, n, k)
     zeros = None if scheme.symmetric else _packed_zeros(scheme, linear, n, groups)
-    if zeros is None:
-        linear.refuse_zeros()
     own = (n, k), bits, scheme.symmetric, scheme.scope, linear.scale
     return packed_words.packed_linear(
         words.where, *own, lambda: packed_words.row_bytes(words.array), zeros, columns
@@ -205,7 +182,7 @@ def _packed_zeros(scheme: _Scheme, linear: _Linear, n: int, groups: int) -> pack
     zero = linear.zero
     if zero is None:
         raise FormatError(f"{linear.weight.where}: not symmetric, but weight_zero_point is missing")
-    if scheme.strategy == "tensor":
+    if scheme.scope == "tensor":
         zero.expect(("I8",), (1,), (), (1, 1))
         one = zero.array.reshape(1, 1).view(np.uint8)
         return lambda: np.broadcast_to(one + np.uint8(8), (n, 1))
@@ -217,7 +194,6 @@ def _integers(scheme: _Scheme, linear: _Linear) -> QuantTensor:
     linear.weight.expect(("I8",))
     n, k = linear.weight.matrix()
     _, columns = _check_groups(scheme, linear, n, k)
-    linear.refuse_zeros()
     codes = linear.weight.array
     if columns is not None:
         own = (n, k), scheme.bits, True, scheme.scope, linear.scale
@@ -247,11 +223,11 @@ def _check_groups(
     scheme: _Scheme, linear: _Linear, n: int, k: int
 ) -> tuple[int, np.ndarray | None]:
     """Return the groups of a row, and the group of each column if in activation order."""
-    groups = -(-k // scheme.group) if scheme.group else 1
-    tensor = scheme.strategy == "tensor"
-    shapes = [(1,), (), (1, 1)] if tensor else [(n, groups)]
-    linear.scale.expect(shards.FLOATS, *shapes, *([(n,)] if scheme.strategy == "channel" else []))
+    group = scheme.scope if isinstance(scheme.scope, int) else None
+    groups = -(-k // group) if group else 1
+    shapes = {"tensor": [(1,), (), (1, 1)], "row": [(n, 1), (n,)]}.get(scheme.scope, [(n, groups)])
+    linear.scale.expect(shards.FLOATS, *shapes)
     # -1 stands for columns in their own order.
     if linear.g_idx is None or (linear.g_idx.array == -1).all():
         return groups, None
-    return groups, packed_words.activation_order(linear.g_idx, k, scheme.group)
+    return groups, packed_words.activation_order(linear.g_idx, k, group)

@@ -158,21 +158,42 @@ class HubFile:
             return hashlib.file_digest(stream, lambda: hasher).hexdigest() == self.digest
 
 
-@dataclass(frozen=True, slots=True)
 class Download:
     """A revision whose files can be fetched.
 
-    `commit` is what `revision` stands for now; `directory` None is the hub's cache; `missing` are
-    the `files` not there in the right size; `nbytes` are still to come.
+    `commit` is what the revision stands for now; `missing` are the `files` not there in the right
+    size, and `nbytes` are still to come.
     """
 
-    repo: str
-    revision: str
-    commit: str
-    directory: Path | None
-    files: tuple[HubFile, ...]
-    missing: tuple[HubFile, ...]
-    nbytes: int
+    def __init__(
+        self,
+        repo: str,
+        directory: Path | None,
+        patterns: Sequence[str] = PATTERNS,
+        revision: str = "main",
+        subject: str = "",
+    ) -> None:
+        """Ask the hub what a revision holds, and check that the disk has room.
+
+        `directory` None is the hub's cache. `patterns` without "/" match in the top folder only;
+        `subject` is how messages begin. Raises UsageError, ModelNotFound, OSError, ModelError.
+        """
+        import huggingface_hub
+
+        with _explained(subject or repo):
+            info = huggingface_hub.HfApi().model_info(repo, revision=revision, files_metadata=True)
+            self.repo, self.commit = repo, str(info.sha)
+            if not _COMMIT.fullmatch(self.commit) or info.siblings is None:
+                raise ModelError(f"{repo}: the hub's answer lists no files; is HF_ENDPOINT a hub?")
+            wanted = (each for each in info.siblings if _wanted(each.rfilename, patterns))
+            self.files = [_hub_file(each, repo) for each in wanted]
+            if not self.files:
+                raise UsageError(_nothing_matches(repo, patterns, info.siblings))
+        self._directory, self._revision = directory, revision
+        there = directory or snapshot(HubName(repo, self.commit))
+        self.missing = [f for f in self.files if not (there and f.has_size(there / f.name))]
+        self.nbytes = sum(file.nbytes for file in self.missing)
+        check_free((directory or cache_directory()) / "file", self.nbytes)
 
     def run(self, checking: Callable[[str], None] | None = None) -> Path:
         """Fetch what is missing, check all files, return their directory; `checking` gets names."""
@@ -181,8 +202,8 @@ class Download:
         with _explained(self.repo):
             folder = huggingface_hub.snapshot_download(
                 self.repo,
-                revision=self.revision,
-                local_dir=self.directory,
+                revision=self._revision,
+                local_dir=self._directory,
                 allow_patterns=[glob.escape(file.name) for file in self.files],
             )
         wrong = []
@@ -194,7 +215,7 @@ class Download:
                 checking(file.name)
             if not file.matches(path):
                 wrong.append(file.name)
-                if not self.directory:
+                if not self._directory:
                     # In the cache the name is a link, and what is wrong is behind it.
                     path.resolve().unlink()
                 path.unlink(missing_ok=True)
@@ -206,45 +227,16 @@ class Download:
         return Path(folder)
 
 
-def plan_download(
-    repo: str,
-    directory: Path | None,
-    patterns: Sequence[str] = PATTERNS,
-    revision: str = "main",
-    subject: str = "",
-) -> Download:
-    """Ask the hub what a revision holds, and check that the disk has room.
-
-    `patterns` without "/" match in the top folder only; `subject` is how messages begin. Raises
-    UsageError, ModelNotFound, OSError, ModelError.
-    """
-    import huggingface_hub
-
-    with _explained(subject or repo):
-        info = huggingface_hub.HfApi().model_info(repo, revision=revision, files_metadata=True)
-        commit = str(info.sha)
-        if not _COMMIT.fullmatch(commit) or info.siblings is None:
-            raise ModelError(f"{repo}: the hub's answer lists no files; is HF_ENDPOINT a hub?")
-        files = [_hub_file(i, repo) for i in info.siblings if _wanted(i.rfilename, patterns)]
-        if not files:
-            raise UsageError(_nothing_matches(repo, patterns, info.siblings))
-    folder = directory or snapshot(HubName(repo, commit))
-    missing = [file for file in files if not (folder and file.has_size(folder / file.name))]
-    nbytes = sum(file.nbytes for file in missing)
-    check_free((directory or cache_directory()) / "file", nbytes)
-    return Download(repo, revision, commit, directory, tuple(files), tuple(missing), nbytes)
-
-
 def local_or_fetched(path: Path) -> Path:
     """Return a model's directory, downloaded if absent; offline, the cached copy is used."""
     name = path.as_posix()
     if not path.exists() and (repo := published_as(name)):
-        return plan_download(repo, path, subject=f"{name}: no such directory; {repo}").run()
+        return Download(repo, path, subject=f"{name}: no such directory; {repo}").run()
     if path.exists() or not re.fullmatch(_REPO, name, re.ASCII):
         return path
     try:
         subject = f"{name}: no such directory; as a name on the hub"
-        return plan_download(name, None, subject=subject).run()
+        return Download(name, None, subject=subject).run()
     except (UsageError, ConnectionError):
         if (folder := snapshot(HubName(name))) is None:
             raise

@@ -72,11 +72,8 @@ class _Config(Struct):
     alpha_pattern: dict[str, Annotated[float, Meta(ge=-1e6, le=1e6)]] = {}
 
     def scale(self, module: str, rank: int) -> float:
-        alpha = self.lora_alpha
-        for pattern, other in self.alpha_pattern.items():
-            if module == pattern or module.endswith(f".{pattern}"):
-                alpha = other
-                break
+        own = (n for n in self.alpha_pattern if module == n or module.endswith(f".{n}"))
+        alpha = self.alpha_pattern.get(next(own, ""), self.lora_alpha)
         return alpha / (sqrt(rank) if self.use_rslora else rank)
 
 
@@ -113,7 +110,6 @@ class _Delta:
         return {"data": out}
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class Adapters:
     """LoRA adapters beside a model, any of which a sequence may name; see `ops.rewrite.adapt`.
 
@@ -121,40 +117,34 @@ class Adapters:
     multiplied with.
     """
 
-    names: tuple[str, ...]
-    linears: Mapping[str, Adapted]
-    weights: Mapping[str, QuantTensor]
+    def __init__(
+        self, base: checkpoint.Checkpoint, spec: ModelSpec, directories: Mapping[str, Path]
+    ) -> None:
+        """Read adapters by name, not added to the weights of their base. Raises ModelError."""
+        self.names, needs = tuple(directories), inventory(spec)
+        self.linears, self.weights = dict[str, Adapted](), dict[str, QuantTensor]()
+        each = [_of_linears(base, spec, directory) for directory in directories.values()]
+        tables: dict[tuple[tuple[int, float], ...], str] = {}
+        for name in sorted({name for deltas in each for name in deltas}):
+            deltas = [deltas.get(name) for deltas in each]
+            # Scaled after A: both halves stay as they are stored.
+            scales = tuple((len(d.a.array), d.scale) if d else (0, 0.0) for d in deltas)
+            table = tables.setdefault(scales, f"{LORA}scales.{len(tables)}")
+            self.linears[name] = Adapted(sum(rank for rank, _ in scales), table)
+            self.weights[f"{LORA}a.{name}"] = _joined([d.a for d in deltas if d], 0)
+            self.weights[f"{LORA}b.{name}"] = _joined([d.b for d in deltas if d], 1)
+            if name.endswith("gate_proj.weight"):
+                rows = needs[name].shape[0]
+                self.weights[f"{LORA}identity.{rows}"] = _identity(rows)
+        for scales, table in tables.items():
+            ranks, own = zip(*scales, strict=True)
+            of_adapter = np.repeat(np.eye(len(scales) + 1, len(scales), -1), ranks, axis=1)
+            self.weights[table] = encode(of_adapter * np.repeat(own, ranks), parse_format("f32"))
 
     @property
     def nbytes(self) -> int:
         """Bytes that a step reads."""
         return sum(weight.nbytes for weight in self.weights.values())
-
-
-def side_by_side(
-    base: checkpoint.Checkpoint, spec: ModelSpec, directories: Mapping[str, Path]
-) -> Adapters:
-    """Return adapters by name, not added to the weights of their base. Raises ModelError."""
-    needs = inventory(spec)
-    each = [_of_linears(base, spec, directory) for directory in directories.values()]
-    linears, weights = dict[str, Adapted](), dict[str, QuantTensor]()
-    tables: dict[tuple[tuple[int, float], ...], str] = {}
-    for name in sorted({name for deltas in each for name in deltas}):
-        deltas = [deltas.get(name) for deltas in each]
-        # Scaled after A: both halves stay as they are stored.
-        scales = tuple((len(d.a.array), d.scale) if d else (0, 0.0) for d in deltas)
-        table = tables.setdefault(scales, f"{LORA}scales.{len(tables)}")
-        linears[name] = Adapted(sum(rank for rank, _ in scales), table)
-        weights[f"{LORA}a.{name}"] = _joined([d.a for d in deltas if d], 0)
-        weights[f"{LORA}b.{name}"] = _joined([d.b for d in deltas if d], 1)
-        if name.endswith("gate_proj.weight"):
-            rows = needs[name].shape[0]
-            weights[f"{LORA}identity.{rows}"] = _identity(rows)
-    for scales, table in tables.items():
-        ranks, own = zip(*scales, strict=True)
-        of_adapter = np.repeat(np.eye(len(scales) + 1, len(scales), -1), ranks, axis=1)
-        weights[table] = encode(of_adapter * np.repeat(own, ranks), parse_format("f32"))
-    return Adapters(tuple(directories), linears, weights)
 
 
 def _of_linears(

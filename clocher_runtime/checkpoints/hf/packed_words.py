@@ -14,7 +14,6 @@ awq/modules/linear/gemm.py and gemv.py, awq/utils/packing_utils.py.
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
 
 import numpy as np
 
@@ -48,13 +47,20 @@ def packed_linear(
     """Return a linear of packed codes, f32 if its columns are in another order.
 
     `scales`: [N, G]; `codes` makes the codes of each row, u8 [N, >= K*bits/8], low bits first;
-    `zeros` makes u8 [N, G], None: the middle; `columns`: the group of each column if not
-    k // group_size, see `activation_order`.
+    `zeros` makes u8 [N, G], None: the middle, which symmetric codes must have; `columns`: the group
+    of each column if not k // group_size, see `activation_order`.
     """
     (n, k), middle, dtype = shape, 1 << (bits - 1), shards.DTYPES[scales.dtype]
 
     def zero_points() -> np.ndarray:
-        return zeros() if zeros else np.full((n, 1), middle, np.uint8)
+        found = zeros() if zeros else np.full((n, 1), middle, np.uint8)
+        if symmetric and (others := found[found != middle]).size:
+            raise FormatError(
+                f"a zero point of {others[0]}, expected {middle}: quantization_config says that "
+                "codes are symmetric (sym true, zero_point false); correct that, or "
+                "checkpoint_format, in config.json if it is wrong"
+            )
+        return found
 
     def floats(columns: np.ndarray) -> dict[str, np.ndarray]:
         spread = to_f32(scales.array, dtype)
@@ -150,12 +156,8 @@ def _awq_codes(words: np.ndarray) -> np.ndarray:
     return out.reshape(8 * columns, -1)
 
 
-class _Arrays(NamedTuple):
-    """`X.qweight`, `X.qzeros` and `X.scales` of a linear X."""
-
-    words: shards.StoredArray
-    zeros: shards.StoredArray
-    scales: shards.StoredArray
+_Arrays = tuple[shards.StoredArray, shards.StoredArray, shards.StoredArray]
+"""`X.qweight`, `X.qzeros` and `X.scales` of a linear X."""
 
 
 def _linears(source: shards.Source) -> Iterator[tuple[str, _Arrays]]:
@@ -167,14 +169,14 @@ def _linears(source: shards.Source) -> Iterator[tuple[str, _Arrays]]:
         words.expect(("I32",))
         zeros.expect(("I32",))
         scales.expect(shards.FLOATS)
-        yield stem, _Arrays(words, zeros, scales)
+        yield stem, (words, zeros, scales)
     source.refuse_orphans(".qzeros", ".scales", ".g_idx")
 
 
 def read_gptq(source: shards.Source) -> shards.Tensors:
     """Return the tensors of a GPTQ checkpoint; raises UnsupportedModel, FormatError."""
     bits = source.choice("bits", None, (2, 3, 4, 8), f"{shards.REQUANTISE} with 4 or 8 bits")
-    group = source.group_size()
+    group = shards.columns_per_group(source.settings.get("group_size"))
     symmetric = source.choice("sym", True, (True, False))
     key = "checkpoint_format" if source.settings.get("checkpoint_format") else "format"
     version = source.choice(key, "gptq", ("gptq", "gptq_v2"), "save it in one of these")
@@ -196,7 +198,7 @@ def read_gptq(source: shards.Source) -> shards.Tensors:
     for stem, arrays in _linears(source):
         order = source.rest.get(f"{stem}.g_idx")
         if order is not None or act_order:
-            order = source.claim(f"{stem}.g_idx", arrays.words)
+            order = source.claim(f"{stem}.g_idx", arrays[0])
         one = _gptq(bits, version == "gptq", order, symmetric, group, arrays)
         tensors[f"{stem}.weight"] = one
     note_floats(source, tensors)
@@ -232,8 +234,6 @@ def _gptq(
                     f"{largest + 1} and another 0; save it as gptq_v2"
                 )
             found = found + np.uint8(1)
-        if symmetric:
-            _check_middle(found, 1 << (bits - 1), "sym true; correct sym or checkpoint_format")
         return found.T
 
     columns = None if order is None else activation_order(order, k, group)
@@ -256,7 +256,8 @@ def read_awq(source: shards.Source) -> shards.Tensors:
     one_of(
         {"version": version}, "version", "", ("gemm", "gemv"), shards.SETTINGS, "save it as gemm"
     )
-    group, tensors = source.group_size(), shards.Tensors()
+    group = shards.columns_per_group(source.settings.get("group_size"))
+    tensors: shards.Tensors = {}
     for stem, arrays in _linears(source):
         tensors[f"{stem}.weight"] = _awq(version == "gemv", symmetric, group, arrays)
     return tensors
@@ -281,10 +282,7 @@ def _awq(gemv: bool, symmetric: bool, group: int | None, arrays: _Arrays) -> Qua
             )
 
     def zero_points() -> np.ndarray:
-        found = unpacked(zeros.array, 4)[:, :groups] if gemv else _awq_nibbles(zeros.array).T
-        if symmetric:
-            _check_middle(found, 8, "zero_point false; correct it")
-        return found
+        return unpacked(zeros.array, 4)[:, :groups] if gemv else _awq_nibbles(zeros.array).T
 
     def codes() -> np.ndarray:
         return row_bytes(words.array) if gemv else _awq_codes(words.array)
@@ -292,13 +290,3 @@ def _awq(gemv: bool, symmetric: bool, group: int | None, arrays: _Arrays) -> Qua
     scales = replace(scales, array=scales.array[:, :groups] if gemv else scales.array.T)
     shared: Group = group or "row"
     return packed_linear(words.where, (n, k), 4, symmetric, shared, scales, codes, zero_points)
-
-
-def _check_middle(zeros: np.ndarray, middle: int, says: str) -> None:
-    """Refuse a symmetric file's zero points that are not the middle of its codes."""
-    if (zeros != middle).any():
-        odd = int(zeros[zeros != middle][0])
-        raise FormatError(
-            f"a zero point of {odd}, expected {middle}: quantization_config says {says} in "
-            "config.json if it is wrong"
-        )

@@ -131,10 +131,6 @@ class Source:
         """Return a setting limited to known values; null counts as absent."""
         return strict_json.one_of(self.settings, key, default, known, SETTINGS, way_out)
 
-    def group_size(self) -> int | None:
-        """Return the setting `group_size`, None for -1: a scale per row."""
-        return columns_per_group(self.settings.get("group_size"))
-
 
 def columns_per_group(value: object) -> int | None:
     """Return a setting `group_size`, None for -1: a scale per row; raises FormatError."""
