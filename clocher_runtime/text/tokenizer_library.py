@@ -6,7 +6,6 @@ Plain: all steps are known, take linear time and do not lengthen texts much. Oth
 import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -337,8 +336,7 @@ class TokenizerApart:
     """A tokenizer in its own process, like `LibraryTokenizer`; raises Refused over its limits."""
 
     def __init__(self, text: str) -> None:
-        load = ("load", *loading_limits(text), {"text": text})
-        self._loading = sha256(text.encode()).hexdigest(), load
+        self._load = *loading_limits(text), {"text": text}
         self.vocab_size: int = self._ask("vocab_size", 0)
 
     def encode(self, text: str, special: bool) -> list[int]:
@@ -368,6 +366,6 @@ class TokenizerApart:
             operation,
             BASE_SECONDS + size / CHARS_PER_SECOND,
             BASE_BYTES + BYTES_PER_CHAR * size,
-            self._loading,
+            self._load,
             **arguments,
         )
