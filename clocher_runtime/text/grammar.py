@@ -68,12 +68,11 @@ class GrammarMaker:
                 "all known; this model has no such; leave it out"
             )
         added: list[dict[str, Any]] = found.document.get("added_tokens") or []
-        used = (*found.document["model"]["vocab"].values(), *(t["id"] for t in added))
         text = found.text
         self._source: dict[str, Any] = {
             "text": text,
             "vocab_size": vocab_size,
-            "known": 1 + max(used, default=-1),
+            "known": 1 + max(found.tokens(), default=-1),
             "eos_ids": list(eos_ids),
         }
         self._load = *loading_limits(text), self._source
