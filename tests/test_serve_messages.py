@@ -181,7 +181,7 @@ def test_counting_needs_no_length() -> None:
 
 def events_of(deltas: list[Delta], finish: str, stop: str | None = None) -> list[dict[str, Any]]:
     stream = MessageStream(Answer("msg_", "m", 5, made=3, cached=2))
-    events = stream.start()
+    events = list(stream.start())
     for delta in deltas:
         events += stream.push([delta], CALLS)
     return [*events, *stream.finish(finish, stop)]
@@ -221,7 +221,7 @@ def test_the_events_add_up_to_the_message() -> None:
         Delta("tool_call", "none", 1),
     ]
     stream = MessageStream(Answer("msg_", "m", 5, made=3, cached=2))
-    events = stream.start() + stream.push(deltas, CALLS) + stream.finish("tool_calls", None)
+    events = [*stream.start(), *stream.push(deltas, CALLS), *stream.finish("tool_calls", None)]
     expected = [
         {"type": "thinking", "thinking": "think", "signature": ""},
         {"type": "text", "text": "Look."},
@@ -250,8 +250,8 @@ def test_why_it_stopped(finish: str, stop: str | None, reason: str) -> None:
 @pytest.mark.parametrize("said", ['{"a": [1, 2, {"b": tr', "[1]", "x", "[" * 9999])
 def test_arguments_that_are_no_object_are_kept_as_text(said: str) -> None:
     stream = MessageStream(Answer("msg_", "m", 5))
-    stream.push([Delta("tool_call", "f"), Delta("arguments", said)], CALLS)
-    stream.finish("length", None)
+    list(stream.push([Delta("tool_call", "f"), Delta("arguments", said)], CALLS))
+    list(stream.finish("length", None))
     assert stream.response()["content"][0]["input"] == {"arguments": said}
 
 

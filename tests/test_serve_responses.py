@@ -199,7 +199,7 @@ def streamed(tokens: list[list[Delta]], finish: str, **fields: object) -> list[d
     """Return the events of an answer as a client gets them, each checked by OpenAI's own types."""
     answer = Answer("resp_", "m", prompt_tokens=5)
     stream = ResponseStream(asked(**fields), ResponseStore(), answer)
-    events = stream.start()
+    events = list(stream.start())
     for deltas in tokens:
         answer.made += 1
         events += stream.push(deltas, CALLS)
@@ -320,7 +320,8 @@ def test_an_answer_without_a_word_has_an_empty_message(tokens: list[list[Delta]]
 )
 def test_an_answer_that_fails_says_so(error: ApiError, code: str | None) -> None:
     stream = ResponseStream(asked(), ResponseStore(), Answer("resp_", "m", 5))
-    events = stream.start() + stream.push([Delta("content", "x")], {}) + stream.fail(error)
+    text = stream.push([Delta("content", "x")], {})
+    events = [*stream.start(), *text, *stream.fail(error)]
     last = checked(events)[-1]
     response = Response.model_validate(last["response"])
     assert last["type"] == "response.failed" and response.status == "failed"
@@ -334,7 +335,7 @@ def test_log_probabilities_belong_to_the_text() -> None:
         return {**top[0], "top_logprobs": top}
 
     stream = ResponseStream(asked(), ResponseStore(), Answer("resp_", "m", 5))
-    events = stream.start()
+    events = list(stream.start())
     events += stream.push([Delta("reasoning", "hm")], CALLS, [told("hm")])
     events += stream.push([], CALLS, [told("He")])  # held back
     events += stream.push([Delta("content", "Hello")], CALLS, [told("llo")])

@@ -86,9 +86,6 @@ class _Choice:
     logprobs: list[Any] = field(default_factory=list)  # not reported yet
 
 
-_ROLE = {"role": "assistant", "content": ""}
-
-
 @dataclass(slots=True, kw_only=True)
 class ChatChoice(_Choice):
     """A choice of a chat: `stops` end its content, `one_call` ends it before a second tool call."""
@@ -149,28 +146,26 @@ class ChatChoice(_Choice):
         logprobs = None if self.names is None else {"content": self.logprobs}
         return {"message": message, "logprobs": logprobs}
 
-    def parts(self, added: Sequence[Delta]) -> list[dict[str, Any]]:
-        """Return the deltas of chunks."""
-        parts: list[dict[str, Any]] = [] if self.begun else [_ROLE]
-        self.begun = True
+    def chunks(self, added: Sequence[Delta]) -> Iterator[dict[str, Any]]:
+        """Yield the choices of chunks."""
+        if not self.begun:
+            self.begun = True
+            yield {"delta": {"role": "assistant", "content": ""}, "logprobs": None}
         for kind, text, index in added:
             if kind == "content":
-                parts.append({"content": text})
+                yield self.chunk(content=text)
             elif kind == "reasoning":
-                parts.append({"reasoning_content": text, "reasoning": text})
+                yield self.chunk(reasoning_content=text, reasoning=text)
             else:
                 call: dict[str, Any] = {"function": {"arguments": text}}
                 if kind == "tool_call":
                     call = {"id": self.calls[index], **function_of(name=text, arguments="")}
-                parts.append({"tool_calls": [{"index": index, **call}]})
-        return parts
+                yield self.chunk(tool_calls=[{"index": index, **call}])
 
-    def chunk(self, part: dict[str, Any] | None) -> dict[str, Any]:
-        """Return the choice of a chunk."""
-        logprobs = None
-        if self.logprobs and part is not _ROLE:
-            logprobs, self.logprobs = {"content": self.logprobs}, []
-        return {"delta": part or {}, "logprobs": logprobs}
+    def chunk(self, **delta: Any) -> dict[str, Any]:
+        """Return the choice of a chunk, with the log probabilities since the last one."""
+        noted, self.logprobs = self.logprobs, []
+        return {"delta": delta, "logprobs": {"content": noted} if noted else None}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -234,14 +229,15 @@ class TextChoice(_Choice):
         logprobs = None if self.names is None else self._taken()
         return {"text": "".join(said), "logprobs": logprobs}
 
-    def parts(self, added: Sequence[str]) -> list[str]:
-        """Return the text of a chunk."""
+    def chunks(self, added: Sequence[str]) -> Iterator[dict[str, Any]]:
+        """Yield the choice of a chunk, if there is any."""
         text = "".join(added)
-        return [text] if text or self.logprobs else []
+        if text or self.logprobs:
+            yield self.chunk(text)
 
-    def chunk(self, part: str | None) -> dict[str, Any]:
-        """Return the choice of a chunk."""
-        return {"text": part or "", "logprobs": self._taken() if self.logprobs else None}
+    def chunk(self, text: str = "") -> dict[str, Any]:
+        """Return the choice of a chunk, with the log probabilities since the last one."""
+        return {"text": text, "logprobs": self._taken() if self.logprobs else None}
 
 
 Piece = tuple[int, Sequence[Any], str]
@@ -324,18 +320,15 @@ class Pipeline:
             events = []
             for index, added, finish in step:
                 choice = self.choices[index]
-                parts: list[tuple[Any, Mapping[str, Any]]]
-                parts = [(part, {}) for part in choice.parts(added)]
+                parts = list(choice.chunks(added))
                 if choice.unsure is not None:
                     ids = choice.unsure.ids  # None: a mask
                     texts = [None if t is None else raw(t).decode("utf-8", "replace") for t in ids]
-                    parts.append((None, {"canvas": texts}))
+                    parts.append({**choice.chunk(), "canvas": texts})
                     choice.unsure = None
                 if finish:
-                    parts.append((None, {"finish_reason": finish}))
-                for part, more in parts:
-                    rest = {"finish_reason": None, **more}
-                    events.append(event({"index": index, **choice.chunk(part), **rest}))
+                    parts.append({**choice.chunk(), "finish_reason": finish})
+                events += [event({"index": index, "finish_reason": None, **part}) for part in parts]
             if events:
                 yield b"".join(events)
         yield event() + DONE if include_usage else DONE

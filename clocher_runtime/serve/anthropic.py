@@ -1,6 +1,6 @@
 """POST /v1/messages and count_tokens: a chat in Anthropic's shapes (Anthropic API reference)."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -224,37 +224,37 @@ class MessageStream:
     arguments: str = ""  # of the last block, if it is a call
     stopped: dict[str, str | None] = field(default_factory=dict)
 
-    def start(self) -> list[Event]:
-        return [{"type": "message_start", "message": self.response()}]
+    def start(self) -> Iterator[Event]:
+        yield {"type": "message_start", "message": self.response()}
 
-    def push(self, deltas: Iterable[Delta], calls: Mapping[int, str], *_: Any) -> list[Event]:
-        events: list[Event] = []
+    def push(self, deltas: Iterable[Delta], calls: Mapping[int, str], *_: Any) -> Iterator[Event]:
         for delta in deltas:
             kind, grows, name = _BLOCKS[delta.kind]
             if delta.kind == "tool_call":
                 call = {"id": calls[delta.index], "name": delta.text, "input": {}}
-                events += self._begin(kind, **call)
+                yield from self._begin(kind, **call)
                 continue
             if not self.blocks or self.blocks[-1]["type"] != kind:
                 more = {"signature": ""} if kind == "thinking" else {}
-                events += self._begin(kind, **{kind: ""}, **more)
+                yield from self._begin(kind, **{kind: ""}, **more)
             if delta.kind == "arguments":
                 self.arguments += delta.text
             else:
                 self.blocks[-1][kind] += delta.text
-            events.append(self._event("delta", delta={"type": grows, name: delta.text}))
-        return events
+            yield self._event("delta", delta={"type": grows, name: delta.text})
 
-    def finish(self, finish: str, stop: str | None) -> list[Event]:
-        # Clients that expect a block get an empty one.
-        events = ([] if self.blocks else self._begin("text", text="")) + self._close()
+    def finish(self, finish: str, stop: str | None) -> Iterator[Event]:
+        if not self.blocks:  # clients that expect a block get an empty one
+            yield from self._begin("text", text="")
+        yield from self._close()
         reason = _STOP_REASONS[finish] if stop is None else "stop_sequence"
         self.stopped = {"stop_reason": reason, "stop_sequence": stop}
-        last = {"type": "message_delta", "delta": self.stopped, "usage": self.response()["usage"]}
-        return [*events, last, {"type": "message_stop"}]
+        usage = self.response()["usage"]
+        yield {"type": "message_delta", "delta": self.stopped, "usage": usage}
+        yield {"type": "message_stop"}
 
-    def fail(self, error: ApiError) -> list[Event]:
-        return [error.body_at(MESSAGES_PATH)]
+    def fail(self, error: ApiError) -> Iterator[Event]:
+        yield error.body_at(MESSAGES_PATH)
 
     def response(self) -> dict[str, Any]:
         answer = self.answer
@@ -274,19 +274,20 @@ class MessageStream:
             },
         }
 
-    def _begin(self, kind: str, **fields: Any) -> list[Event]:
-        events = self._close() if self.blocks else []
+    def _begin(self, kind: str, **fields: Any) -> Iterator[Event]:
+        if self.blocks:
+            yield from self._close()
         self.blocks.append({"type": kind, **fields})
-        return [*events, self._event("start", content_block=dict(self.blocks[-1]))]
+        yield self._event("start", content_block=dict(self.blocks[-1]))
 
-    def _close(self) -> list[Event]:
+    def _close(self) -> Iterator[Event]:
         said, self.arguments = self.arguments, ""
         if said:
             try:
                 self.blocks[-1]["input"] = parse_object(said.encode(), "input")
             except FormatError:  # the call was cut off, or is no JSON object
                 self.blocks[-1]["input"] = {"arguments": said}
-        return [self._event("stop")]
+        yield self._event("stop")
 
     def _event(self, what: str, **fields: Any) -> Event:
         return {"type": f"content_block_{what}", "index": len(self.blocks) - 1, **fields}

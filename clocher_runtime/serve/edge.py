@@ -11,7 +11,7 @@ import os
 import re
 import secrets
 import traceback
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -307,10 +307,10 @@ class EventAnswer:
                 events += self._writer.push(deltas, choice.calls, choice.logprobs)
                 choice.logprobs = []
             yield events
-        yield self._writer.finish(choice.finish, choice.stops.found)
+        yield list(self._writer.finish(choice.finish, choice.stops.found))
 
 
-def _sent(events: list[Event]) -> bytes:
+def _sent(events: Iterable[Event]) -> bytes:
     return b"".join(
         b"event: %s\ndata: %s\n\n" % (event["type"].encode(), to_json(event)) for event in events
     )

@@ -1,5 +1,6 @@
 """Errors as clients get them; messages quote little of a request and no path or internal error."""
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -253,12 +254,5 @@ def to_json(value: Any) -> bytes:
     try:
         return _encoder.encode(value)
     except UnicodeEncodeError:
-        return _encoder.encode(_mended(value))
-
-
-def _mended(value: Any) -> Any:
-    if isinstance(value, str):
-        return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    if isinstance(value, dict):
-        return {_mended(key): _mended(item) for key, item in value.items()}
-    return [_mended(item) for item in value] if isinstance(value, list | tuple) else value
+        text = json.dumps(value, ensure_ascii=False)
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace").encode()

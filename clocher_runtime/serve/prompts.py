@@ -46,9 +46,9 @@ class PromptRoom:
             for name, value in settings.items()
         }
         self.pooling = checkpoint.pooling or "last"
-        self.vocab_size = spec.vocab_size  # the tokenizer may have fewer
         self.stop_ids = tuple(dict.fromkeys((*spec.eos_ids, *more)))
-        self.grammars = Grammars(checkpoint, self.vocab_size, self.stop_ids)
+        # Not the tokenizer's vocabulary, which may be smaller.
+        self.grammars = Grammars(checkpoint, spec.vocab_size, self.stop_ids)
         self._thread = ThreadPoolExecutor(1, "text")
         self._thread.submit(self._warm)
 
@@ -157,11 +157,14 @@ def grammar_of(
     asked: ChatRequest | CompletionRequest, style: AnswerStyle, tail: str, blocks: Diffusing | None
 ) -> dict[str, Any] | None:
     """Return what the answer has to follow, for `Grammars`; raises ApiError if it cannot be."""
-    if not asked.must_call and asked.constraint is None:
+    if isinstance(asked, ChatRequest) and asked.must_call:
+        functions = [each["function"] for each in asked.functions]
+        spec = {"kind": "tools", "value": functions, "several": asked.may_call_again}
+    elif asked.constraint is not None:
+        ((kind, value),) = asked.constraint.items()
+        spec = {"kind": kind, "value": value}
+    else:
         return None
-    ((kind, value),) = (asked.constraint or {"tools": None}).items()
-    if asked.must_call:
-        kind, value = "tools", [each["function"] for each in asked.functions]
     if blocks is not None and blocks.rule is not None:
         raise invalid(
             f"diffusion is {blocks.name}, which does not generate tokens in order, so the "
@@ -169,5 +172,4 @@ def grammar_of(
             "or leave response_format, guided_... and tool_choice out",
             "diffusion",
         )
-    more = {"several": asked.may_call_again} if isinstance(asked, ChatRequest) else {}
-    return {"kind": kind, "value": value, "style": style, "opened": opens_thoughts(tail), **more}
+    return {**spec, "style": style, "opened": opens_thoughts(tail)}

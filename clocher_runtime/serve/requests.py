@@ -1,7 +1,7 @@
 """The requests of chats, completions and tokenisation; their parts are in `schemas`."""
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, StringConstraints
@@ -119,8 +119,6 @@ class GenerationFields(SamplingFields):
     guided_regex: GuidedRegex | None = None
     guided_grammar: GuidedGrammar | None = None
     guided_choice: GuidedChoice | None = None
-    functions: ClassVar[Sequence[dict[str, Any]]] = ()
-    must_call: ClassVar[bool] = False
     scores: ClassVar[bool] = False
 
     def model_post_init(self, _: Any) -> None:
@@ -271,7 +269,7 @@ class ChatRequest(ChatFields, GenerationFields):
         return (self.top_logprobs or 0) if self.logprobs else -1
 
     @property
-    def functions(self) -> list[dict[str, Any]]:  # type: ignore[override]
+    def functions(self) -> list[dict[str, Any]]:
         """The available functions: none or one of them if `tool_choice` says so."""
         choice = self.tool_choice
         if choice == "none":
@@ -282,7 +280,7 @@ class ChatRequest(ChatFields, GenerationFields):
         return tools
 
     @property
-    def must_call(self) -> bool:  # type: ignore[override]
+    def must_call(self) -> bool:
         """Whether the answer has to be a tool call."""
         return self.tool_choice not in (None, "none", "auto")
 

@@ -1,6 +1,6 @@
 """POST /v1/responses: a chat, reported in items, one open at a time (OpenAI API reference)."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -253,57 +253,52 @@ class ResponseStream:
     logprobs: list[Any] = field(default_factory=list)  # of it
     pending: list[Any] = field(default_factory=list)  # log probabilities before the next text
     status: str = "in_progress"
-    reason: str = ""  # why it is incomplete
     error: dict[str, Any] | None = None
     reasoning_tokens: int = 0
     sequence: int = 0  # sequence number of the next event
 
-    def start(self) -> list[Event]:
-        kinds = ("response.created", "response.in_progress")
-        return [self._event(kind, response=self.response()) for kind in kinds]
+    def start(self) -> Iterator[Event]:
+        for kind in ("response.created", "response.in_progress"):
+            yield self._event(kind, response=self.response())
 
     def push(
         self, deltas: Iterable[Delta], calls: Mapping[int, str], logprobs: Sequence[Any] = ()
-    ) -> list[Event]:
-        events: list[Event] = []
+    ) -> Iterator[Event]:
         self.pending += logprobs
         for delta in deltas:
             kind, *_ = _KINDS[delta.kind]
             if self.open is None or self.open["type"] != kind or delta.kind == "tool_call":
-                events += self._close("completed") + self._begin(delta, calls)
+                yield from self._close("completed")
+                yield from self._begin(delta, calls)
             if delta.kind != "tool_call" and delta.text:
                 self.text += delta.text
                 self.logprobs += self.pending
                 more = {"logprobs": self.pending} if kind == "message" else {}
                 grown = {**self._place(), "delta": delta.text, **more}
-                events.append(self._event(f"{self.grows}.delta", **grown))
+                yield self._event(f"{self.grows}.delta", **grown)
             self.pending = []
         self.reasoning_tokens += self.open is not None and self.open["type"] == "reasoning"
-        return events
 
-    def finish(self, finish: str, stop: str | None = None) -> list[Event]:
-        if finish == "length":
-            events = self._close("incomplete")
-            self.status, self.reason = "incomplete", "max_output_tokens"
-        else:
-            events = self._close("completed")
-            if all(item["type"] == "reasoning" for item in self.output):
-                # Clients that expect a message get an empty one.
-                events += self._begin(Delta("content", ""), {}) + self._close("completed")
-            self.status = "completed"
+    def finish(self, finish: str, stop: str | None = None) -> Iterator[Event]:
+        self.status = "incomplete" if finish == "length" else "completed"
+        yield from self._close(self.status)
+        if finish != "length" and all(item["type"] == "reasoning" for item in self.output):
+            # Clients that expect a message get an empty one.
+            yield from self._begin(Delta("content", ""), {})
+            yield from self._close(self.status)
         if self.request.store is not False:
             given = [item.model_dump(exclude_none=True) for item in self.request.items]
             self.store.keep([*given, *self.output], self.response())
-        return [*events, self._event(f"response.{self.status}", response=self.response())]
+        yield self._event(f"response.{self.status}", response=self.response())
 
-    def fail(self, error: ApiError) -> list[Event]:
-        events = self._close("incomplete")
+    def fail(self, error: ApiError) -> Iterator[Event]:
+        yield from self._close("incomplete")
         code = {400: "invalid_prompt", 429: "rate_limit_exceeded"}.get(error.status, "server_error")
         self.status, self.error = "failed", {"code": code, "message": error.message}
-        return [*events, self._event("response.failed", response=self.response())]
+        yield self._event("response.failed", response=self.response())
 
     def response(self) -> dict[str, Any]:
-        asked, answer = self.request, self.answer
+        asked, answer, is_cut = self.request, self.answer, self.status == "incomplete"
         wanted = asked.text and asked.text.format
         effort = asked.reasoning and asked.reasoning.effort
         given = asked.model_dump(include=set(_REPEATED))
@@ -321,7 +316,7 @@ class ResponseStream:
             "created_at": answer.created,
             "status": self.status,
             "error": self.error,
-            "incomplete_details": {"reason": self.reason} if self.reason else None,
+            "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
             "model": answer.model,
             "output": list(self.output),
             "usage": None if self.status == "in_progress" else usage,
@@ -341,7 +336,7 @@ class ResponseStream:
         place = {"item_id": self.open["id"], "output_index": len(self.output)}
         return place if self.open["type"] == "function_call" else place | {"content_index": 0}
 
-    def _begin(self, delta: Delta, calls: Mapping[int, str]) -> list[Event]:
+    def _begin(self, delta: Delta, calls: Mapping[int, str]) -> Iterator[Event]:
         kind, prefix, self.grows = _KINDS[delta.kind]
         index = len(self.output)
         own: dict[str, Any] = {"role": "assistant"} if kind == "message" else {"summary": []}
@@ -350,8 +345,8 @@ class ResponseStream:
             own = {"call_id": calls[delta.index], "name": delta.text, "arguments": ""}
         item = {"id": f"{self._id(prefix)}_{index}", "type": kind, "status": "in_progress", **own}
         self.open, self.text, self.logprobs = item, "", []
-        added = self._event("response.output_item.added", output_index=index, item=item)
-        return [added, *self._parts("added")]
+        yield self._event("response.output_item.added", output_index=index, item=item)
+        yield from self._parts("added")
 
     def _content(self) -> list[dict[str, Any]]:
         """Return the content of the open item so far: one part, none of a call."""
@@ -363,28 +358,26 @@ class ResponseStream:
                 return [{"type": "reasoning_text", "text": self.text}]
         return []
 
-    def _parts(self, what: str) -> list[Event]:
-        kind, place = f"response.content_part.{what}", self._place()
-        return [self._event(kind, **place, part=part) for part in self._content()]
+    def _parts(self, what: str) -> Iterator[Event]:
+        for part in self._content():
+            yield self._event(f"response.content_part.{what}", **self._place(), part=part)
 
-    def _close(self, status: str) -> list[Event]:
+    def _close(self, status: str) -> Iterator[Event]:
         if self.open is None:
-            return []
-        kind, text = self.open["type"], self.text
-        whole: dict[str, Any] = {"text": text}
+            return
+        whole: dict[str, Any] = {"text": self.text}
         own: dict[str, Any] = {"content": self._content()}
-        if kind == "message":
+        if self.open["type"] == "message":
             whole |= {"logprobs": self.logprobs}
-        elif kind == "function_call":
-            own = {"arguments": text}
+        elif self.open["type"] == "function_call":
+            own = {"arguments": self.text}
             whole = own | {"name": self.open["name"]}
-        grown = self._event(f"{self.grows}.done", **self._place(), **whole)
-        parts = self._parts("done")
+        yield self._event(f"{self.grows}.done", **self._place(), **whole)
+        yield from self._parts("done")
         done = {**self.open, "status": status, **own}
-        item = self._event("response.output_item.done", output_index=len(self.output), item=done)
+        yield self._event("response.output_item.done", output_index=len(self.output), item=done)
         self.output.append(done)
         self.open = None
-        return [grown, *parts, item]
 
     def _event(self, kind: str, **fields: Any) -> Event:
         event = {"type": kind, "sequence_number": self.sequence, **fields}

@@ -93,8 +93,6 @@ class StopStrings:
         """Return the text that cannot be part of a stop string; "" once one was found."""
         if self.found is not None:
             return ""
-        if not self._stops:
-            return text
         text = self._held + text
         at, found = min(
             ((at, stop) for stop in self._stops if (at := text.find(stop)) >= 0), default=(-1, None)

@@ -8,7 +8,6 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache, cached_property
-from hashlib import sha256
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -69,12 +68,14 @@ class GrammarMaker:
                 "all known; this model has no such; leave it out"
             )
         added: list[dict[str, Any]] = found.document.get("added_tokens") or []
-        used = (*found.document["model"]["vocab"].values(), *(t["id"] for t in added))
-        text, eos = found.text, list(eos_ids)
-        self._source: dict[str, Any] = {"text": text, "vocab_size": vocab_size, "eos_ids": eos}
-        self._source["known"] = 1 + max(used, default=-1)
-        name = f"{vocab_size} {eos} {sha256(text.encode()).hexdigest()}"
-        self._loading = name, ("load_grammars", *loading_limits(text), self._source)
+        text = found.text
+        self._source: dict[str, Any] = {
+            "text": text,
+            "vocab_size": vocab_size,
+            "known": 1 + max(found.tokens(), default=-1),
+            "eos_ids": list(eos_ids),
+        }
+        self._load = *loading_limits(text), self._source
         control = {t["content"] for t in added if t.get("special") is True}
         ids = {t["content"]: f"<[{t['id']}]>" for t in added if t["content"] in control}
         bracketed = [t["content"] for t in added if _BRACKETED.fullmatch(t["content"])]
@@ -89,7 +90,7 @@ class GrammarMaker:
         if rules == self._checked:
             return
         try:
-            _PROCESS.ask("check_rules", CHECK_SECONDS, CHECK_BYTES, self._loading, rules=rules)
+            _PROCESS.ask("check_rules", CHECK_SECONDS, CHECK_BYTES, self._load, rules=rules)
         except Refused as error:
             if error.kind == "refused":
                 raise UsageError(str(error)) from None

@@ -36,9 +36,7 @@ class LibraryGrammars:
 
     def __init__(self, text: str, vocab_size: int, known: int, eos_ids: Sequence[int]) -> None:
         try:
-            self._tokenizer = tried(
-                lambda: LLTokenizer(text, n_vocab=vocab_size, eos_token=list(eos_ids))
-            )
+            self._tokenizer = tried(LLTokenizer, text, n_vocab=vocab_size, eos_token=list(eos_ids))
         except Refused as error:
             raise UsageError(
                 f"structured output is not possible with this tokenizer: {error}"

@@ -45,7 +45,10 @@ def _check_same_vocabulary(model: Checkpoint, sizes: tuple[int, int], draft: Che
         return
     if data == other:
         return
-    own, theirs = _tokens(data, model.path), _tokens(other, draft.path)
+    own, theirs = (
+        inspect(each, str(where)).tokens()
+        for each, where in ((data, model.path), (other, draft.path))
+    )
     if own == theirs:
         return
     ids = sorted({*own, *theirs})
@@ -66,23 +69,6 @@ def _content(checkpoint: Checkpoint) -> bytes | MadeTokenizer | None:
         return read_bytes(source, MAX_FILE_BYTES)
     except ModelNotFound:
         return None
-
-
-def _tokens(data: bytes | MadeTokenizer, where: Path) -> dict[int, str]:
-    document = inspect(data, str(where)).document
-    model = document.get("model")
-    vocabulary = model.get("vocab") if isinstance(model, dict) else None
-    found: dict[int, str] = {}
-    if isinstance(vocabulary, dict):
-        found = {i: text for text, i in vocabulary.items() if isinstance(i, int)}
-    elif isinstance(vocabulary, list):
-        pairs = (entry if isinstance(entry, list) else [] for entry in vocabulary)
-        found = {i: str(pair[0]) for i, pair in enumerate(pairs) if pair}
-    added = document.get("added_tokens")
-    for each in added if isinstance(added, list) else []:
-        if isinstance(each, dict) and isinstance(each.get("id"), int):
-            found[each["id"]] = str(each.get("content"))
-    return found
 
 
 def _name(tokens: Mapping[int, str], token: int) -> str:

@@ -19,6 +19,8 @@ MAX_IDLE_BYTES = 512 << 20
 BASE_PATIENCE, PATIENCE = 60.0, 20.0
 """Seconds to wait for a reply, and more per allowed CPU second; this catches deadlocks."""
 _MODULE = "clocher_runtime.text.text_process_main"
+Load = tuple[float, int, dict[str, Any]]
+"""CPU seconds and bytes that loading may take, and the arguments of `text_process_main.load`."""
 
 
 class TextProcess:
@@ -29,7 +31,7 @@ class TextProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._pipe: Connection  # to it
         self._owner = 0
-        self._loaded = ""
+        self._loaded: Load | None = None
         self._loaded_bytes = 0  # size of the process after the last load
 
     def ask(
@@ -37,26 +39,24 @@ class TextProcess:
         operation: str,
         seconds: float,
         memory: int,
-        loading: tuple[str, tuple[str, float, int, dict[str, Any]]] | None = None,
+        load: Load | None = None,
         **arguments: Any,
     ) -> Any:
         """Run a function of `text_process_main` and return its result; raises Refused.
 
-        `seconds` of CPU time and `memory` bytes of growth are limits. `loading`: a name, and what
-        is run first unless the last request had the same name. Arguments are JSON.
+        `seconds` of CPU time and `memory` bytes of growth are limits. `load`: what the function
+        works with, loaded first unless it still is. Arguments are JSON.
         """
         with self._turn:
-            if loading is not None:
-                name, load = loading
-                if self._loaded != name or not self._is_ours():
-                    self._loaded = ""
-                    self._ask(*load)
-                    self._loaded = name
+            if load is not None and (self._loaded != load or not self._is_ours()):
+                self._loaded = None
+                self._ask("load", *load)
+                self._loaded = load
             return self._ask(operation, seconds, memory, arguments)
 
     def close(self) -> None:
         """End the process; the next request starts another."""
-        process, self._process, self._loaded = self._process, None, ""
+        process, self._process, self._loaded = self._process, None, None
         self._loaded_bytes = 0
         if process is None:
             return
@@ -82,7 +82,7 @@ class TextProcess:
             reply = self._exchange(request, BASE_PATIENCE + PATIENCE * seconds)
         finally:
             # A reply left over, as after Ctrl-C, must not go to the next request.
-            if reply is not None and operation in ("load", "load_grammars"):
+            if reply is not None and operation == "load":
                 self._loaded_bytes = reply["size"]
             if reply is None or reply["size"] - self._loaded_bytes > MAX_IDLE_BYTES:
                 self.close()

@@ -17,7 +17,7 @@ from math import ceil
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import jinja2
 from jinja2 import meta
@@ -31,11 +31,7 @@ from clocher_runtime.text import Refused
 from clocher_runtime.text.text_process import from_bytes, to_bytes
 from clocher_runtime.text.tokenizer_library import LibraryTokenizer
 
-if TYPE_CHECKING:
-    from clocher_runtime.text.grammar_library import LibraryGrammars
-
-_tokenizers: list[LibraryTokenizer] = []  # the last tokenizer loaded
-_grammars: list["LibraryGrammars"] = []  # the last grammars loaded
+_loaded: list[Any] = []  # a LibraryTokenizer or LibraryGrammars, which operations work with
 MAX_OUTPUT_CHARS = 16 << 20
 _STACK_BYTES = 1 << 20
 """Stack of a trial; the real work has eight times as much."""
@@ -104,25 +100,24 @@ def _stop(number: int, frame: FrameType | None) -> NoReturn:
     raise _OutOfTime
 
 
-def _load(text: str) -> None:
-    _tokenizers.clear()
-    _tokenizers.append(LibraryTokenizer(text))
+def load(text: str, **of_grammars: Any) -> None:
+    """Load a tokenizer.json, or grammars by it if there are their other arguments."""
+    _loaded.clear()
+    if of_grammars:
+        from clocher_runtime.text.grammar_library import LibraryGrammars
 
-
-def _load_grammars(**source: Any) -> None:
-    from clocher_runtime.text.grammar_library import LibraryGrammars
-
-    _grammars.clear()
-    _grammars.append(LibraryGrammars(**source))
+        _loaded.append(LibraryGrammars(text, **of_grammars))
+    else:
+        _loaded.append(LibraryTokenizer(text))
 
 
 def _check_rules(rules: str) -> None:
     with _at_most({resource.RLIMIT_STACK: _STACK_BYTES}):
-        _grammars[0].follow(rules)
+        _loaded[0].follow(rules)
 
 
 def _of_tokenizer(name: str) -> Callable[..., Any]:
-    return lambda **arguments: getattr(_tokenizers[0], name)(**arguments)
+    return lambda **arguments: getattr(_loaded[0], name)(**arguments)
 
 
 # Jinja, as transformers sets it up for chat templates.
@@ -215,9 +210,8 @@ _OPERATIONS: Mapping[str, Callable[..., Any]] = {
     "compile_template": variables_of,
     "render": render,
     **{n: _of_tokenizer(n) for n in ("encode", "decode", "token_to_id", "id_to_token")},
-    "load": _load,
-    "vocab_size": lambda: _tokenizers[0].vocab_size,
-    "load_grammars": _load_grammars,
+    "load": load,
+    "vocab_size": lambda: _loaded[0].vocab_size,
     "check_rules": _check_rules,
 }
 

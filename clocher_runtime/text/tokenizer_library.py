@@ -5,8 +5,6 @@ Plain: all steps are known, take linear time and do not lengthen texts much. Oth
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -50,6 +48,21 @@ class Inspection(NamedTuple):
     def text(self) -> str:
         """The content of tokenizer.json."""
         return bytes(self.source).decode("utf-8")
+
+    def tokens(self) -> dict[int, str]:
+        """Return id -> token, with added tokens."""
+        model = self.document.get("model")
+        vocab = model.get("vocab") if isinstance(model, dict) else None
+        found: dict[int, str] = {}
+        if isinstance(vocab, dict):
+            found = {i: text for text, i in vocab.items() if isinstance(i, int)}
+        else:  # pairs of text and score
+            pairs = (entry if isinstance(entry, list) else [] for entry in _list(vocab))
+            found = {i: str(pair[0]) for i, pair in enumerate(pairs) if pair}
+        for each in _list(self.document.get("added_tokens")):
+            if isinstance(each, dict) and isinstance(each.get("id"), int):
+                found[each["id"]] = str(each.get("content"))
+        return found
 
     def load(self) -> "LibraryTokenizer | TokenizerApart":
         """Return the tokenizer; raises Refused."""
@@ -250,10 +263,10 @@ _STEPS: Mapping[str, tuple[str, Mapping[str, Check]]] = {
 """Step of a tokenizer -> key of a sequence's steps, and the check of each known kind."""
 
 
-def tried(work: Callable[[], Any]) -> Any:
-    """Return the result of a library in Rust; raises Refused for its errors and panics."""
+def tried(work: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """Call a library in Rust and return its result; raises Refused for its errors and panics."""
     try:
-        return work()
+        return work(*arguments, **options)
     except BaseException as error:
         # A Rust panic is not an Exception, and its class cannot be imported.
         ours = isinstance(error, Exception) or type(error).__name__ == "PanicException"
@@ -284,7 +297,7 @@ class LibraryTokenizer:
 
     def __init__(self, source: str | Spec) -> None:
         make: Any = tokenizers.Tokenizer.from_str if isinstance(source, str) else _of_parts
-        self._tokenizer = tried(partial(make, source))
+        self._tokenizer = tried(make, source)
         # The file may ask for truncation and padding, for training; prompts have neither.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -296,14 +309,12 @@ class LibraryTokenizer:
             text.encode()
         except UnicodeError:
             raise Refused("unicode", "not valid Unicode text") from None
-        encode = self._tokenizer.encode
-        ids: list[int] = tried(lambda: encode(text, add_special_tokens=special).ids)
+        ids: list[int] = tried(self._tokenizer.encode, text, add_special_tokens=special).ids
         return ids
 
     def decode(self, ids: Sequence[int], skip_special: bool) -> str:
         """Return the text of ids; raises Refused if longer than tokens can be."""
-        decode = self._tokenizer.decode
-        text: str = tried(lambda: decode(list(ids), skip_special_tokens=skip_special))
+        text: str = tried(self._tokenizer.decode, list(ids), skip_special_tokens=skip_special)
         if len(text) > MAX_TOKEN_CHARS * len(ids):
             raise Refused("refused", f"{len(ids)} tokens with a text of {len(text)} characters")
         return text
@@ -337,8 +348,7 @@ class TokenizerApart:
     """A tokenizer in its own process, like `LibraryTokenizer`; raises Refused over its limits."""
 
     def __init__(self, text: str) -> None:
-        load = ("load", *loading_limits(text), {"text": text})
-        self._loading = sha256(text.encode()).hexdigest(), load
+        self._load = *loading_limits(text), {"text": text}
         self.vocab_size: int = self._ask("vocab_size", 0)
 
     def encode(self, text: str, special: bool) -> list[int]:
@@ -368,6 +378,6 @@ class TokenizerApart:
             operation,
             BASE_SECONDS + size / CHARS_PER_SECOND,
             BASE_BYTES + BYTES_PER_CHAR * size,
-            self._loading,
+            self._load,
             **arguments,
         )
