@@ -302,6 +302,9 @@ def test_a_directory_that_is_no_adapter(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text("{}")
     with pytest.raises(ModelNotFound, match=r"no adapter_model\.safetensors"):
         with_lora(open_checkpoint(base), tmp_path)
+    save_file({}, tmp_path / "adapter_model.safetensors")
+    with pytest.raises(FormatError, match=rf"^{tmp_path}: the adapter has no tensors"):
+        with_lora(open_checkpoint(base), tmp_path)
 
 
 @pytest.fixture

@@ -201,6 +201,13 @@ def test_other_forms(server):
     assert set(text) == {"a", "b"}
 
 
+def test_numbers_of_a_schema_may_be_beyond_64_bits(server):
+    schema = {"type": "object", "properties": {"n": {"const": 10**30}}, "required": ["n"]}
+    schema |= {"additionalProperties": False}
+    choice, _ = ended(server, guided_json=schema)
+    assert json.loads(choice["message"]["content"]) == {"n": 10**30}
+
+
 def test_the_same_constrained_text_in_company(server):
     from concurrent.futures import ThreadPoolExecutor
 

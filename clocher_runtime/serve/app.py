@@ -1,6 +1,7 @@
 """The routes of the server."""
 
 import asyncio
+import json
 import os
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -218,7 +219,7 @@ class Server:
                 scores=asked.scores,
                 adapter=self.adapter(asked.model),
                 salt=asked.cache_salt or "",
-                constraint=constraint,
+                constraint="" if constraint is None else json.dumps(constraint),
                 diffusion=asked.diffusion,
                 shows=bool(asked.options.include_canvas),
             )

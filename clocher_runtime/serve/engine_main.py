@@ -3,6 +3,7 @@
 An error of one request ends that request; any other error ends the process, which is restarted.
 """
 
+import json
 import select
 import signal
 import socket
@@ -101,8 +102,9 @@ class EngineLoop:
             self._compiling.pop(message.id, None)
             if work := self._work.pop(message.id, None):
                 work.generation.close()
-        elif message.constraint is not None:
-            self._compiling[message.id] = message, self._grammars.compiled(message.constraint)
+        elif message.constraint:
+            spec = json.loads(message.constraint)
+            self._compiling[message.id] = message, self._grammars.compiled(spec)
         else:
             self._join(message, None)
 

@@ -236,8 +236,8 @@ class EngineProcess:
         job = Job(numbers, self._cancel)
         now = asyncio.get_running_loop().time()
         for number, ask in zip(numbers, asks, strict=True):
-            self._open[number] = _Running(job, len(ask.ids), not ask.max_new, now, now)
             self._writer.write(encode(msgspec.structs.replace(ask, id=number)))
+            self._open[number] = _Running(job, len(ask.ids), not ask.max_new, now, now)
         return job
 
     def _cancel(self, number: int) -> None:

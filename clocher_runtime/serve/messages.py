@@ -35,7 +35,7 @@ class Submit(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     pooling: str = ""  # "mean", "cls" or "last": embed the prompt
     adapter: str = ""  # name of a LoRA adapter; "": the base
     salt: str = ""  # cached prefixes are shared only within the same salt
-    constraint: Mapping[str, Any] | None = None  # as `GrammarMaker.compile` takes it
+    constraint: str = ""  # what `GrammarMaker.compile` takes, as JSON: its numbers may be large
     diffusion: str | None = None  # how blocks are denoised; None: the session's way
     shows: bool = False  # whether to report the uncommitted tokens of a block after each forward
 

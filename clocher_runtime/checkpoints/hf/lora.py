@@ -280,7 +280,7 @@ def _recognised(
         array.expect(shards.FLOATS)
         whole[_base_name(name, array).replace(".base_layer.", ".")] = array
     if not deltas and not whole:
-        raise FormatError("the adapter has no tensors")
+        raise FormatError(f"{directory}: the adapter has no tensors")
     return deltas, whole, file
 
 
