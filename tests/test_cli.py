@@ -537,7 +537,7 @@ def test_compilation_shows_a_few_lines_where_there_is_no_terminal(capsys, monkey
             console.compiling(done, 40)
             now += 1
     lines = capsys.readouterr().err.splitlines()
-    assert lines[0] == f"clocher-run: {COMPILING}: 12 %, 5 s" and len(lines) == 5
+    assert lines[0] == f"clocher-run: {COMPILING}: 12 % after 5 s" and len(lines) == 5
 
 
 def test_terminal_gets_a_bar_and_no_control_characters(tmp_path):

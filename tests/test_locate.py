@@ -261,7 +261,7 @@ FOREIGN_METHODS = {
         (lora_with_config, ["a LoRA adapter of 'meta-llama/Llama-3.2-1B'"]),
         (hostile_lora, ["a LoRA adapter of 'xxx"]),
         (emptied("adapter_config.json"), ["a LoRA adapter of its base"]),
-        (file_of("model.safetensors"), ["one file of weights; give the directory"]),
+        (file_of("model.safetensors"), ["one file of weights; give its directory"]),
         (file_of("pytorch_model.bin"), ["pickled weights", "give the directory"]),
         (file_of("model.pt"), ["pickled weights"]),
         (file_of("model.ckpt"), ["pickled weights"]),

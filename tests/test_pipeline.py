@@ -19,7 +19,7 @@ from commands import clean_environment
 from hypothesis import given
 from hypothesis import strategies as st
 
-from clocher_kernels.errors import UsageError, WindowError
+from clocher_kernels.errors import DeviceError, UsageError, WindowError
 from clocher_runtime.command.completions import MAX_LISTED
 from clocher_runtime.command.loading import StubTokenizer
 from clocher_runtime.disk.output_file import JsonlWriter
@@ -455,8 +455,8 @@ def test_a_full_disk_is_not_blamed_on_the_directory(monkeypatch, tmp_path):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "fsync", full)
-    told = pytest.raises(UsageError, match="No space left on device; free some space")
-    with told, JsonlWriter(tmp_path / "o.jsonl", "--outputs") as file:
+    refused = pytest.raises(DeviceError, match="No space left on device; free some space")
+    with refused, JsonlWriter(tmp_path / "o.jsonl", "--outputs") as file:
         file.write({})
 
 

@@ -414,7 +414,7 @@ def test_progress_of_a_long_job_is_a_few_lines_in_units_that_fit(
 
     Console("clocher convert").progress(4_000_000_000, work)
     lines = capsys.readouterr().err.splitlines()
-    assert lines[0] == "clocher convert: layer 5: 10.0 MB of 4.0 GB, 5 s"
+    assert lines[0] == "clocher convert: layer 5: 10.0 MB of 4.0 GB after 5 s"
     assert 5 < len(lines) < 20
     with Console("x").counting() as tell_count:
         tell_count("hashing", 1, 3)
@@ -425,7 +425,7 @@ def test_progress_of_a_long_job_is_a_few_lines_in_units_that_fit(
             tell_count("layers of a minute", layer, 4)
             now += 60
         assert bar.tasks[0].time_remaining == 120
-    assert capsys.readouterr().err.splitlines()[0] == "x: hashing: 66 %, 5 s"
+    assert capsys.readouterr().err.splitlines()[0] == "x: hashing: 66 % after 5 s"
 
 
 def test_a_model_by_its_place_or_by_its_flag(

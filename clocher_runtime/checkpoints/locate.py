@@ -252,8 +252,7 @@ def _no_model_file(path: Path) -> ModelError:
         text = f"a GGUF file whose name does not say so; link it: ln -s {path} model.gguf, and give"
         return UnsupportedModel(f"{path}: {text} the link")
     if name.endswith(".safetensors"):
-        text = "one file of weights; give the directory that holds it and config.json"
-        return UnsupportedModel(f"{path}: {text}")
+        return UnsupportedModel(f"{path}: one file of weights; give its directory, {path.parent}")
     if name.endswith(_PICKLED):
         return UnsupportedModel(f"{path}: {_NOT_OPENED}; {_SAFE}")
     return ModelNotFound(f"{path}: not a model; {_GIVE}")

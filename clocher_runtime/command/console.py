@@ -267,7 +267,7 @@ class Console:
         if bar.disable and elapsed >= self._due:
             share = f"{100 * done // max(total, 1)} %"
             part = f"{size(done)} of {size(total)}" if in_bytes else share
-            self.say(f"{what}: {part}, {elapsed:.0f} s")
+            self.say(f"{what}: {part} after {elapsed:.0f} s")
             self._due = _LATER * elapsed
 
     def _begun(self, in_bytes: bool) -> "Progress":

@@ -15,7 +15,7 @@ from typing import Any, BinaryIO, Self
 
 import numpy as np
 
-from clocher_kernels.errors import FormatError, ModelError, UsageError
+from clocher_kernels.errors import ClocherError, DeviceError, FormatError, ModelError, UsageError
 from clocher_runtime.disk.files import byte_pieces, check_all_mapped, read_bytes
 from clocher_runtime.disk.strict_json import parse_object
 
@@ -196,20 +196,18 @@ class JsonlWriter:
                 raise self._refused(failure) from None
 
     def write(self, document: Mapping[str, Any]) -> None:
-        """Append a line; raises UsageError."""
+        """Append a line; raises UsageError, DeviceError if the disk is full."""
         try:
             self._file.write(f"{json.dumps(document, allow_nan=False)}\n")
         except OSError as error:
             raise self._refused(error) from None
         self.lines += 1
 
-    def _refused(self, error: OSError) -> UsageError:
-        advice = "name a file in a directory that exists and is writable"
+    def _refused(self, error: OSError) -> ClocherError:
+        what = f"{self._source}: {self._path} cannot be written: {error.strerror}"
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            advice = "free some space, or name a file on another disk"
-        return UsageError(
-            f"{self._source}: {self._path} cannot be written: {error.strerror}; {advice}"
-        )
+            return DeviceError(f"{what}; free some space, or name a file on another disk")
+        return UsageError(f"{what}; name a file in a directory that exists and is writable")
 
 
 def open_locked(path: Path) -> int:
