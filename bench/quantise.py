@@ -58,7 +58,7 @@ METHODS = {"int4 g128": ("rtn", "gptq"), "int4 g32": ("rtn", "mse", "imx", "gptq
 THEIRS = ("Q3_K_M", "IQ3_S", "Q4_0", "IQ4_XS", "Q4_K_M", "Q5_K_M", "Q6_K", "Q8_0")
 PLAIN, WEIGHED = "llama-quantize", "llama-quantize, importance"
 THEIRS_WHOLE = ("IQ3_XXS", "IQ3_S", "IQ3_M", "IQ4_XS", "Q4_K_M", "Q5_K_M")
-BITS = ("3", "3.4", "4.1")
+BITS = ("3", "3.4", "4.1", "4.9")
 """Of `clocher quantize --bits`: trellises."""
 WHOLE, WEIGHED_WHOLE = "gptq, whole", f"{WEIGHED}, whole"
 _UNWEIGHED = ("Q3_K_M", "Q4_0", "Q4_K_M")
