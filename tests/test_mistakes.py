@@ -87,7 +87,7 @@ MISTAKES = [
     ("run models/tny", MODEL, "models/tiny"),
     ("chat models", MODEL, "tiny"),
     ("chat adapter", MODEL, "meta-llama/Llama-3.2-1B"),
-    ("chat bare.safetensors", MODEL, "give the directory"),
+    ("chat bare.safetensors", MODEL, "give its directory"),
     ("serve weights.bin", MODEL, "give the directory"),
     ("chat unfinished", MODEL, "unfinished"),
     ("chat half", MODEL, "an unfinished conversion (model.ie.bin.partial"),
