@@ -71,8 +71,8 @@ def bend(scores, state, begin, end, key_scales, cap):
 def weigh(scores, state, low, high, begin, end, scales, soon, nbytes):
     """Turn scores of rows low .. high - 1 of a tile into weights, and note the factors.
 
-    They see cells begin .. end - 1 of a block. Scores are multiplied by `key_scales`, if not 0, and
-    by the steps of the queries; weights by `value_scales`, if not 0, before they become codes
+    They see cells begin .. end - 1 of a block; `scales`: of its keys and values, or 0. Scores are
+    multiplied by those and by the steps of the queries, weights before they become codes
     (`attention_codes`). Rows go through each stage one after the other, for within a row a stage
     waits for the last. Meanwhile `nbytes` from `soon` on are asked for, so that memory is as busy
     as during the products.
