@@ -254,5 +254,5 @@ def to_json(value: Any) -> bytes:
     try:
         return _encoder.encode(value)
     except UnicodeEncodeError:
-        text = json.dumps(value, ensure_ascii=False)
-        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace").encode()
+        text = json.dumps(value, ensure_ascii=False).encode("utf-16", "surrogatepass")
+        return _encoder.encode(json.loads(text.decode("utf-16", "replace")))  # NaN becomes null
