@@ -19,8 +19,6 @@ from clocher_runtime.convert.rounding import Clip
 from clocher_runtime.convert.to_iebin import natural
 from clocher_runtime.quality.tensor_error import TensorError
 
-"""Bytes hashed of a file without --hash: names and shapes are in them."""
-
 _STEP = 1 << 22
 _DIGITS = 8
 
