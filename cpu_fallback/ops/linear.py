@@ -229,7 +229,7 @@ def multiply_block(a, where, count, k, first, last, own, ask, write):
     scratch, tiles, panel, strip = where
     strips, units = in_strips(a, count), (k + 31) >> 5
     if strips:
-        begin_tiles()
+        begin_tiles(count)
     for tile in range(first, last):
         at, sums = tiles + tile * a.tile_bytes, scratch + TILE_SUMS
         if strips:

@@ -17,7 +17,7 @@ from llvmlite import ir
 
 from cpu_fallback.lanes import language as v
 from cpu_fallback.lanes.isa import CURRENT
-from cpu_fallback.lanes.jit import Kernel, cgutils, i64, void
+from cpu_fallback.lanes.jit import Kernel, cgutils, device, i64, void
 from cpu_fallback.tiles.layout import LINE, ROWS, UNIT
 
 REGISTERS = 1 if CURRENT.avx512 else 2  # Of 64 bytes, with AVX2 and better
@@ -239,13 +239,13 @@ SUMS_BYTES = 4 * ROWS * TILE_TOKENS
 """Bytes of the sums that AMX stores at a time."""
 _TOTALS, _X, _W, _WIDE_X, _WIDE_W = range(5)
 _SHAPES = {
-    _TOTALS: (TILE_TOKENS, 4 * ROWS),
-    _X: (TILE_TOKENS, UNIT),
+    _TOTALS: (0, 4 * ROWS),
+    _X: (0, UNIT),
     _W: (UNIT // 4, LINE),
-    _WIDE_X: (TILE_TOKENS, 2 * UNIT),
+    _WIDE_X: (0, 2 * UNIT),
     _WIDE_W: (UNIT // 2, LINE),
 }
-"""Tile -> rows, bytes of a row."""
+"""Tile -> rows, 0 for as many as there are tokens, and bytes of a row."""
 
 
 def _tile(index: int) -> Any:
@@ -257,18 +257,32 @@ def _load_tile(b: Any, tile: int, at: Any, pitch: int) -> None:
     v.call(b, "llvm.x86.tileloadd64", v.VOID, _tile(tile), pointer, v.number(pitch))
 
 
-@v.op(void)
-def begin_tiles(b):
-    """Give tiles their shapes: before products of a thread."""
-    if not CURRENT.amx:
-        return
-    about = bytearray(64)
-    about[0] = 1  # the palette
-    for tile, (rows, pitch) in _SHAPES.items():
-        about[16 + 2 * tile], about[48 + tile] = pitch, rows
-    kind = ir.ArrayType(v.INT8, 64)
-    shapes = cgutils.global_constant(b.module, "tile_shapes", ir.Constant(kind, about))
-    v.call(b, "llvm.x86.ldtilecfg", v.VOID, b.bitcast(shapes, v.INT8.as_pointer()))
+def _begins(tokens: int) -> Any:
+    @v.op(void)
+    def begin(b):
+        if not CURRENT.amx:
+            return
+        about = bytearray(64)
+        about[0] = 1  # the palette
+        for tile, (rows, pitch) in _SHAPES.items():
+            about[16 + 2 * tile], about[48 + tile] = pitch, rows or tokens
+        kind = ir.ArrayType(v.INT8, 64)
+        shapes = cgutils.global_constant(b.module, "tile_shapes", ir.Constant(kind, about))
+        v.call(b, "llvm.x86.ldtilecfg", v.VOID, b.bitcast(shapes, v.INT8.as_pointer()))
+
+    return begin
+
+
+_of_eight, _of_more = _begins(8), _begins(TILE_TOKENS)
+
+
+@device
+def begin_tiles(tokens):
+    """Give tiles their shapes: before products of a thread, of blocks of so many tokens."""
+    if tokens <= 8:  # instructions take half the time
+        _of_eight()
+    else:
+        _of_more()
 
 
 @v.op(void)

@@ -115,14 +115,16 @@ def strip_tokens(layout: Layout | BlockLayout, group: int) -> int:
     """Return the tokens from which a layout is multiplied strip by strip; 0 if it never is.
 
     With VNNI and with the registers of AVX-512 decoding takes less of the time, as of int8: it pays
-    for trellises. AMX multiplies nothing else, and wants more of a block decoded than others.
+    for trellises. AMX multiplies nothing else: it pays from 9 tokens, of few bits from 5; later
+    where sums of 32 columns are stored apart, and little is decoded (int8) or there are minima.
     """
-    if CURRENT.amx and isinstance(layout, Layout):
-        return 9
-    if not group:
+    if not group and not (CURRENT.amx and isinstance(layout, Layout)):
         return 0
     if CURRENT.amx:
-        return 25
+        if isinstance(layout, BlockLayout):
+            return 5 if kind_of(layout).factors == 1 else 9
+        twice = layout.block == UNIT and (layout.code == "int8" or layout.offset == "minima")
+        return 25 if twice else 5 if layout.code == "ternary" else 9
     if CURRENT.avx512 and CURRENT.vnni:
         return 33 if isinstance(layout, Layout) and layout.code in TCQ else 0
     if CURRENT.avx512 or not CURRENT.in_shorts:
