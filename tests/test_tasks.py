@@ -149,8 +149,12 @@ def test_what_is_kept_is_not_done_again(
     line = json.loads(got.out)
     assert scored == [1] and line["questions"]["count"] == 2 and line["shots"] == 0
     assert "mmlu" in got.err and "acc_norm" in got.err
+    first, last = kept.read_text().splitlines()
+    kept.write_text(f"{json.dumps({**json.loads(first), 'found': 'edited'})}\n{last}\n")
+    assert quality.run(words) == 0 and json.loads(capsys.readouterr().out) == line
+    assert scored == [1, 1]
     assert quality.run([*words, "--precision", "int4w"]) == 0  # other settings, other results
-    assert scored == [1, 2] and len(kept.read_text().splitlines()) == 4
+    assert scored == [1, 1, 2] and len(kept.read_text().splitlines()) == 5
     kept.write_text("{}\n")
     with pytest.raises(FormatError, match="another file"):
         Kept(kept, {})

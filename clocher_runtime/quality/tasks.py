@@ -21,14 +21,7 @@ from clocher_runtime.disk.kept import Kept
 from clocher_runtime.disk.strict_json import parse_lines
 from clocher_runtime.engine.session import Session
 from clocher_runtime.quality import likelihood
-from clocher_runtime.quality.likelihood import (
-    Likelihood,
-    Progress,
-    Question,
-    Scorer,
-    Target,
-    means,
-)
+from clocher_runtime.quality.likelihood import Progress, Question, Scorer, Target, means
 from clocher_runtime.quality.run_program import passes
 from clocher_runtime.text.tokenizer import Tokenizer
 
@@ -246,7 +239,8 @@ def run_task(
     `complete` is needed by a task that generates.
     """
     scorer, items = Scorer(session, tokenizer), task.items
-    missing = [item for item in items if kept.get(_key(item)) is None]
+    kind = dict[str, float] if task.generates else list[likelihood.Likelihood]
+    missing = [item for item in items if kept.get(_key(item), kind) is None]
     size = _BATCHES * session.config.batch
     for first in range(0, len(missing), size):
         part = missing[first : first + size]
@@ -264,10 +258,10 @@ def run_task(
             found = likelihood.score_items(scorer, part, tell)
         for item, each in zip(part, found, strict=True):
             kept.add(_key(item), each)
-    every = [kept.get(_key(item)) for item in items]
+    every = [kept.get(_key(item), kind) for item in items]
     if task.generates:
         return {"generated": means({name: [each[name] for each in every] for name in every[0]})}
-    return likelihood.metrics(items, [[Likelihood(*pair) for pair in each] for each in every])
+    return likelihood.metrics(items, every)
 
 
 def _key(item: Any) -> Any:
