@@ -282,6 +282,11 @@ class EngineConfig:
 
     def settled(self) -> Self:
         """Return the configuration of a command line. Raises UsageError."""
+        if name := next(filter(None, self.lora or ()), ""):
+            raise UsageError(
+                f"--lora {name}=...: only clocher serve has adapters by name; give the path alone "
+                f"(./{name}=... if it begins so)"
+            )
         return self
 
     def unmet(self, names: Collection[str]) -> tuple[str, ...]:
