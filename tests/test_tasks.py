@@ -160,6 +160,20 @@ def test_what_is_kept_is_not_done_again(
         Kept(kept, {})
 
 
+def test_prompts_that_lose_their_beginning_are_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines(tmp_path / "lambada.jsonl", LAMBADA, {"text": "a b"})
+    lines(tmp_path / "gsm8k.jsonl", GSM8K, {**GSM8K, "question": "Why? " * 999})
+    words = [LLAMA, "--shots", "0", "--data", str(tmp_path), "--task"]
+    for task, context, cut in (("lambada", 8, 1), ("lambada", 64, 0), ("gsm8k", 300, 1)):
+        assert quality.run([*words, task, "--context", str(context), "--limit", "2"]) == 0
+        out, err = capsys.readouterr()
+        assert json.loads(out)["truncated"] == cut
+        said = f"{task}: {cut} of 2 prompts are longer than a context of {context} tokens"
+        assert (said in err) == bool(cut), err
+
+
 def test_what_is_wrong_is_said(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="give --data"):
         tasks.read_task("mmlu", None, None, None, run_code=False)

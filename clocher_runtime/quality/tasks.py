@@ -264,6 +264,15 @@ def run_task(
     return likelihood.metrics(items, every)
 
 
+def truncated(task: Prompted, session: Session, tokenizer: Tokenizer) -> int:
+    """Return how many prompts lose their beginning, as the context does not hold them."""
+    if task.generates:
+        encode = tokenizer.encode_prompt
+        return sum(len(encode(item.context)) > _room(item, session) for item in task.items)
+    each = likelihood.pairs_of(Scorer(session, tokenizer), task.items)
+    return sum(max(len(a) + len(b) for a, b in pairs) > session.longest + 1 for pairs in each)
+
+
 def _key(item: Any) -> Any:
     """Return what an item asks, which names its result."""
     return (item.context, item.stop, item.answer) if isinstance(item, Asked) else item
@@ -271,6 +280,9 @@ def _key(item: Any) -> Any:
 
 def _asked(item: Asked, session: Session, tokenizer: Tokenizer) -> tuple[Any, dict[str, Any]]:
     """Return a prompt, without its beginning if it is too long, and its options."""
-    room = max(1, session.longest - item.max_new)
     options = {"max_new": item.max_new, "stop": list(item.stop), "temperature": 0}
-    return tokenizer.encode_prompt(item.context)[-room:], options
+    return tokenizer.encode_prompt(item.context)[-_room(item, session) :], options
+
+
+def _room(item: Asked, session: Session) -> int:
+    return max(1, session.longest - item.max_new)
