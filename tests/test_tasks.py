@@ -182,11 +182,16 @@ def test_what_is_wrong_is_said(tmp_path: Path) -> None:
     with pytest.raises(ModelNotFound, match=r"mmlu_test\.jsonl"):
         read("mmlu", tmp_path)
     lines(tmp_path / "mmlu_test.jsonl", MMLU[0], {**MMLU[0], "answer": 4})
-    with pytest.raises(FormatError, match=r"mmlu_test\.jsonl, line 2: .*the answer is none"):
+    wrong = r"mmlu_test\.jsonl, line 2: not a line of mmlu: got {'answer': 4, .*, expected fields q"
+    with pytest.raises(FormatError, match=wrong):
         read("mmlu", tmp_path)
     lines(tmp_path / "mmlu_test.jsonl", MMLU[0], {"question": "?"})
-    with pytest.raises(FormatError, match="choices"):
+    with pytest.raises(FormatError, match=r"\{'question': '\?'\}, expected .*; give .* --data$"):
         read("mmlu", tmp_path)
+    with pytest.raises(FormatError, match=r"expected fields .*, label \(a number\)"):
+        read("hellaswag", lines(tmp_path / "h.jsonl", {**HELLASWAG, "label": ""}))
+    with pytest.raises(FormatError, match="not a line of arc_challenge"):
+        read("arc_challenge", lines(tmp_path / "a.jsonl", {**ARC, "choices": [1, 2]}))
     lines(tmp_path / "mmlu_test.jsonl", MMLU[0])
     lines(tmp_path / "mmlu_dev.jsonl", MMLU[0])
     with pytest.raises(UsageError, match="give --shots"):

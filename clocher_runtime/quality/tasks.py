@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from clocher_kernels.errors import FormatError, ModelNotFound, UsageError
+from clocher_runtime.config.values import shown
 from clocher_runtime.disk.files import read_bytes
 from clocher_runtime.disk.kept import Kept
 from clocher_runtime.disk.strict_json import parse_lines
@@ -118,6 +119,7 @@ class Task(NamedTuple):
     """A known task."""
 
     item: Callable[[_Line], Any]
+    fields: str  # of a line, for messages
     shots: int = 0  # examples in a prompt
     about: str = ""  # introduction of a subject, {} for its name
     generates: bool = False
@@ -126,12 +128,12 @@ class Task(NamedTuple):
 
 _MMLU = "The following are multiple choice questions (with answers) about {}.\n\n"
 TASKS = {
-    "mmlu": Task(_mmlu, about=_MMLU),
-    "hellaswag": Task(_hellaswag),
-    "arc_challenge": Task(_arc),
-    "gsm8k": Task(_gsm8k, shots=5, generates=True),
-    "humaneval": Task(_humaneval, generates=True, runs_code=True),
-    "lambada": Task(_lambada),
+    "mmlu": Task(_mmlu, "question, choices, answer (a number from 0, or a letter)", about=_MMLU),
+    "hellaswag": Task(_hellaswag, "activity_label, ctx_a, ctx_b, endings, label (a number)"),
+    "arc_challenge": Task(_arc, "question, choices (with text and label), answerKey"),
+    "gsm8k": Task(_gsm8k, "question, answer", shots=5, generates=True),
+    "humaneval": Task(_humaneval, "prompt, test, entry_point", generates=True, runs_code=True),
+    "lambada": Task(_lambada, "text"),
 }
 
 
@@ -163,13 +165,13 @@ def read_task(
     count = known.shots if shots is None else shots
     examples = _found(name, path.parent, ("dev", "train")) if count else None
     shown: dict[str, list[str]] = {}
-    for subject, item in _lines(examples, known) if examples else ():
+    for subject, item in _lines(examples, name) if examples else ():
         answer = item.answer
         if isinstance(item, Question):
             answer = item.delimiter + item.choices[item.answer]
         shown.setdefault(subject, []).append(f"{item.context}{answer}\n\n")
     items = []
-    for subject, item in _lines(path, known)[:limit]:
+    for subject, item in _lines(path, name)[:limit]:
         own = shown.get(subject, [])[:count]
         if len(own) < count:
             raise UsageError(
@@ -194,8 +196,9 @@ def _found(name: str, directory: Path, splits: Sequence[str]) -> Path:
     raise ModelNotFound(f"{directory}: no {wanted} there, which --task {name} needs")
 
 
-def _lines(path: Path, task: Task) -> list[tuple[str, Any]]:
-    """Return the subject and the item of each line of a file."""
+def _lines(path: Path, name: str) -> list[tuple[str, Any]]:
+    """Return the subject and the item of each line of a task's file."""
+    task = TASKS[name]
     data = read_bytes(path, MOST_BYTES)
     if path.suffix == ".gz":
         try:
@@ -209,12 +212,14 @@ def _lines(path: Path, task: Task) -> list[tuple[str, Any]]:
     for line, where in parse_lines(data, path):
         try:
             item = task.item(line)
+            if not isinstance(item, Asked):  # which holds a function
+                item = msgspec.convert(msgspec.structs.asdict(item), type(item))
             if isinstance(item, Question) and not 0 <= item.answer < len(item.choices):
-                raise ValueError("the answer is none of the choices")
-        except (LookupError, TypeError, ValueError, AttributeError) as error:
+                raise ValueError  # the answer is none of the choices
+        except (LookupError, TypeError, ValueError, AttributeError):
             raise FormatError(
-                f"{where}: not a line of this data set: {type(error).__name__} {error}; its keys "
-                f"are {sorted(line)!r:.80}"
+                f"{where}: not a line of {name}: got {shown(line)}, expected fields "
+                f"{task.fields}; give the data set's file with --data"
             ) from None
         found.append((str(line.get("subject", "")), item))
     if not found:
