@@ -155,9 +155,8 @@ def _refusal(console: Console, download: "Download") -> ModelError | None:
     if not weights:
         return UnsupportedModel(f"{repo}: no model*.safetensors; pickled weights are not fetched")
     try:
-        config = parse_object(
-            read_bytes(folder / "config.json", 16_000_000), f"{repo}: config.json"
-        )
+        data = read_bytes(folder / "config.json", 16_000_000)
+        config = parse_object(data, f"{repo}: config.json")
         spec = spec_from_config(config)
         check_config(config, repo)
     except ModelError as error:
