@@ -237,12 +237,9 @@ def run_task(
     tokenizer: Tokenizer,
     kept: Kept,
     progress: Progress,
-    complete: Complete | None = None,
+    complete: Complete,
 ) -> dict[str, Any]:
-    """Score the items that are not kept, and return the metrics of all. Raises ClocherError.
-
-    `complete` is needed by a task that generates.
-    """
+    """Score the items that are not kept, and return the metrics of all. Raises ClocherError."""
     scorer, items = Scorer(session, tokenizer), task.items
     kind = dict[str, float] if task.generates else list[likelihood.Likelihood]
     missing = [item for item in items if kept.get(_key(item), kind) is None]
@@ -255,7 +252,6 @@ def run_task(
             progress(begun + done * count // total, len(items))
 
         if task.generates:
-            assert complete is not None
             asked = [_asked(item, session, tokenizer) for item in part]
             said = zip(part, complete(asked, tell), strict=True)
             found: Sequence[Any] = [item.judge(each.text, item.answer) for item, each in said]
