@@ -251,6 +251,9 @@ def test_speculation_by_kind_of_text(tmp_path: Path) -> None:
             ["both", "off", "auto", "seconds"],
             ["off", "auto", "both", "seconds"],
         ]
+    fewer = [*words[:-6], "--settings", "both", *words[-4:]]
+    assert CliRunner().invoke(speculation.main, fewer, catch_exceptions=False).exit_code == 0
+    assert len(keep.read_text().splitlines()) == 8  # of other settings nothing is taken over
     kept[0]["found"]["auto"]["ids"][3] += 1
     keep.write_text("".join(f"{json.dumps(each)}\n" for each in kept))
     result = CliRunner().invoke(speculation.main, words, catch_exceptions=False)
