@@ -103,12 +103,8 @@ def filled(template: str, **values: Any) -> str:
         undefined=StrictUndefined,
         keep_trailing_newline=True,
     )
-    jinja.globals |= {"clean": _clean, "kind": _kind}
+    jinja.globals |= {"clean": lambda text: text.translate(_CONTROL), "kind": _kind}
     return jinja.get_template(template).render(values)
-
-
-def _clean(text: str) -> str:
-    return text.translate(_CONTROL)
 
 
 def _kind(cell: str) -> str:

@@ -14,12 +14,15 @@ import re
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from hashlib import sha256
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import click
 import numpy as np
 
+from bench.cells import code_sha256
 from bench.experiment import MODEL_DIR, NotMeasured, experiment
 from bench.record import Row
 from clocher_kernels.errors import UsageError
@@ -33,6 +36,7 @@ from clocher_runtime.disk.kept import Kept
 from clocher_runtime.engine.load import model_spec
 from clocher_runtime.text.grammar import GrammarMaker
 from clocher_runtime.text.tokenizer import Tokenizer
+from clocher_runtime.text.tokenizer_library import inspect
 
 _MOST = 400  # tokens of a text that is asked for
 
@@ -46,6 +50,9 @@ class _Masks:
         self.ends, self.size = list(spec.eos_ids), spec.vocab_size
         self._maker = GrammarMaker(checkpoint.tokenizer_source, self.size, self.ends)
         self._mask = np.zeros(words_for(self.size), np.uint32)
+        text = sha256(inspect(checkpoint.tokenizer_source).text.encode()).hexdigest()
+        # What a result depends on beside the schema; the limits are in the code.
+        self.settings = text, self.size, self.ends, code_sha256(), version("llguidance")
 
     def judge(self, suite: Mapping[str, Any]) -> Row:
         """Return why a schema is refused, or its times and which texts are judged rightly."""
@@ -85,11 +92,9 @@ def _row(schemas: Sequence[Row]) -> Row:
     """Return the figures of some schemas."""
     compiled = [each for each in schemas if "refused" not in each]
     found: Row = {"n": len(schemas), "compiled": len(compiled)}
-    times = {
-        "compile_ms": [each["compile_ms"] for each in compiled],
-        "mask_us": [us for each in compiled for us in each["mask_us"]],
-    }
-    for what, samples in times.items():
+    compile_ms = [each["compile_ms"] for each in compiled]
+    mask_us = [us for each in compiled for us in each["mask_us"]]
+    for what, samples in (("compile_ms", compile_ms), ("mask_us", mask_us)):
         if samples:
             points = np.percentile(samples, (50, 99, 100)).tolist()
             found |= zip((f"{what}_{p}" for p in ("p50", "p99", "max")), points, strict=True)
@@ -134,14 +139,13 @@ def main(asked: Any) -> Iterator[Row]:
     if not files:
         raise NotMeasured(f"{asked.data} has no .json files; give maskbench/data")
     masks = _Masks(open_checkpoint(asked.model_dir or embedded_model()))
-    kept = Kept(asked.keep, masks.size)
+    kept = Kept(asked.keep, masks.settings)
     suites: dict[str, list[Row]] = {"all": []}
     taken: list[Any] = []
     for path in files:
         one = json.loads(path.read_text(encoding="utf-8"))
-        if kept.get(path.stem) is None:
-            kept.add(path.stem, masks.judge(one))
-        found = kept.get(path.stem)
+        if (found := kept.get(one)) is None:
+            kept.add(one, found := masks.judge(one))
         taken += [] if "refused" in found else [one["schema"]]
         name = re.split(r"---|[-_]\d", path.stem)[0]
         for suite in ("all", name):
@@ -149,10 +153,6 @@ def main(asked: Any) -> Iterator[Row]:
     few = taken[:: max(1, len(taken) // (asked.texts or 1))][: asked.texts]
     made = _asked(asked.model_dir, few) if few else {}
     for name, schemas in suites.items():
-        yield {
-            "every": asked.every,
-            "vocabulary": masks.size,
-            "suite": name,
-            **_row(schemas),
-        } | made
+        about = {"every": asked.every, "vocabulary": masks.size, "suite": name}
+        yield about | _row(schemas) | made
         made = {}

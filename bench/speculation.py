@@ -87,7 +87,9 @@ def main(asked: Any) -> Iterator[Row]:
         each = json.loads(line)
         texts.setdefault(each["category"], []).append((number, each["turns"][0]))
     lines = [of[i] for i in range(asked.prompts) for of in texts.values() if i < len(of)]
-    parts = Parts(asked.keep, asked.seconds, temperature=asked.temperature, most=asked.max_new)
+    named: Row = {"model": str(asked.model_dir), "draft_model": str(asked.draft_model)}
+    named |= {"settings": settings, "threads": asked.threads, "most": asked.max_new}
+    parts = Parts(asked.keep, asked.seconds, temperature=asked.temperature, **named)
     with ExitStack() as opened:
         models: dict[str, LanguageModel] = {}
         for name in ("off", *settings):
@@ -100,11 +102,11 @@ def main(asked: Any) -> Iterator[Row]:
             sampling = Sampling(temperature=asked.temperature, seed=number)
             order = names[turn % len(names) :] + names[: turn % len(names)]
             own = {name: models[name] for name in order}
-            parts.do(number, partial(_runs, own, prompt, sampling, asked.max_new))
+            parts.do((number, prompt), partial(_runs, own, prompt, sampling, asked.max_new))
         said = {name: model.session.speculation().reason for name, model in models.items()}
     about = {"model": spec.model.checkpoint.path.name, "threads": asked.threads, "isa": spec.isa}
     about |= {"temperature": asked.temperature, "max_new": asked.max_new}
-    done = {kind: [runs for n, _ in of if (runs := parts.get(n))] for kind, of in texts.items()}
+    done = {kind: [runs for each in of if (runs := parts.get(each))] for kind, of in texts.items()}
     for setting in settings:
         rows = [{"text": k, **about, **_row(found, setting)} for k, found in done.items() if found]
         yield from rows

@@ -139,7 +139,7 @@ def cause_of(error: BaseException) -> BaseException:
 
 def end_at_once(number: int, frame: FrameType | None) -> None:
     """End the process: the handler of a server whose event loop no longer runs."""
-    os._exit(ExitCode.TERMINATED)
+    os._exit(128 + number)
 
 
 def restore(before: Taken) -> None:

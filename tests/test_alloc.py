@@ -117,8 +117,11 @@ def test_allocating_a_trained_model(tmp_path, monkeypatch):
         harms = [c["harm"] for c in unit["candidates"].values()]
         assert min(harms) > 0
         assert harms[-1] < 0.1 * harms[0]
-    again = allocate(checkpoint, plan, text, target_bpw=7.5, kept=Kept(None, {}))
-    assert again == (result, record)
+    file = tmp_path / "kept.jsonl"
+    edited = Kept(file, {})
+    edited.add(record["units"][0]["unit"], "much")  # no harm: it is measured again
+    again = allocate(checkpoint, plan, text, target_bpw=7.5, kept=Kept(file, {}))
+    assert again == (result, record) and len(file.read_text().splitlines()) == 6
     monkeypatch.setattr(
         "clocher_runtime.quantize.alloc._quantise_unit", None
     )  # nothing is measured

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import stat
 import sys
 import threading
@@ -250,6 +251,9 @@ def test_speculation_by_kind_of_text(tmp_path: Path) -> None:
             ["both", "off", "auto", "seconds"],
             ["off", "auto", "both", "seconds"],
         ]
+    fewer = [*words[:-6], "--settings", "both", *words[-4:]]
+    assert CliRunner().invoke(speculation.main, fewer, catch_exceptions=False).exit_code == 0
+    assert len(keep.read_text().splitlines()) == 8  # of other settings nothing is taken over
     kept[0]["found"]["auto"]["ids"][3] += 1
     keep.write_text("".join(f"{json.dumps(each)}\n" for each in kept))
     result = CliRunner().invoke(speculation.main, words, catch_exceptions=False)
@@ -279,6 +283,32 @@ def test_schemas_of_a_suite(tmp_path: Path) -> None:
     ]
     assert "not" in next(iter(two["refused"])) and 0 < one["mask_us_p50"] <= one["mask_us_max"]
     assert everything["asked"] == 1 and everything["obeying"] == everything["ended"]
+
+
+def test_schemas_are_judged_again_if_anything_that_counts_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, keep, model = (tmp_path / name for name in ("data/One.json", "kept.jsonl", "model"))
+    one.parent.mkdir()
+    one.write_text('{"schema": {"type": "integer"}}')
+    shutil.copytree(embedded_model(), model)
+    words = ["--model-dir", str(model), "--data", str(one.parent), "--keep", str(keep)]
+
+    def kept() -> int:
+        result = CliRunner().invoke(schemas.main, words, catch_exceptions=False)
+        assert result.exit_code == 0, result.output
+        return len(keep.read_text().splitlines())
+
+    assert (kept(), kept()) == (1, 1)
+    one.write_text('{"schema": {"type": "number"}}')
+    assert kept() == 2
+    tokenizer = json.loads((model / "tokenizer.json").read_text())
+    vocab = tokenizer["model"]["vocab"]
+    vocab["1"], vocab["2"] = vocab["2"], vocab["1"]
+    (model / "tokenizer.json").write_text(json.dumps(tokenizer))
+    assert kept() == 3
+    monkeypatch.setattr(schemas, "code_sha256", lambda: "with other limits")
+    assert kept() == 4
 
 
 def test_calls_are_judged_as_the_suite_judges_them() -> None:

@@ -34,6 +34,7 @@ from clocher_runtime.checkpoints.hf.lora import with_lora
 from clocher_runtime.engine.load import load_model
 from clocher_runtime.models.inventory import EMBED, HEAD
 
+BENCH = ("-p", "0", "-n", "2", "-r", "1", "-t", "1", "-o", "json")
 VOCAB, HIDDEN, INNER = 160, 64, 96
 SHAPES = {
     "self_attn.q_proj": (HIDDEN, HIDDEN),
@@ -337,6 +338,8 @@ def test_run_takes_an_adapter(llama_adapter: Path) -> None:
     assert made[0] != made[1]
     code, _, err = here("run", str(LLAMA), *flags, "--lora", "nowhere")
     assert code == 3 and "--lora: no model 'nowhere' here" in err
+    code, out, _ = here("bench", str(LLAMA), *BENCH, "--lora", str(llama_adapter))
+    assert code == 0 and json.loads(out)[0]["lora"] == str(llama_adapter)
     code, _, err = here("run", str(llama_adapter), *flags)
     assert code == 3 and "clocher chat own/base --lora" in err
 

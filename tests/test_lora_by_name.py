@@ -361,8 +361,9 @@ def test_names_and_paths_of_adapters(text: str, found: dict[str, str] | None) ->
             settle(RunConfig, {"lora": text}, {})
 
 
-def test_a_run_has_no_adapters_by_name() -> None:
-    code, _, err = here("run", str(LLAMA), "--lora", "sql=a", "--prompt", "x")
+@pytest.mark.parametrize("words", [("run", "--prompt", "x"), ("bench",)])
+def test_only_a_server_has_adapters_by_name(words: tuple[str, ...]) -> None:
+    code, _, err = here(*words, "--lora", "sql=a", "--model-dir", str(LLAMA))
     assert code == 2 and "only clocher serve has adapters by name" in err
 
 

@@ -130,6 +130,7 @@ def test_what_is_damaged_is_a_line_and_no_end(
     assert runs["shapes"].startswith("damaged: ")
     assert runs["family"].startswith("no: ") and "is not known" in runs["family"]
     assert "neither model.safetensors nor" in runs["unfinished"]
+    assert runs["adapter"] == "no: a LoRA adapter of its base, not a model"
     assert runs["own/broken"].startswith("damaged: ")
     assert all(row["memory"] is None for row in found.values() if row["runs"] != "yes")
     assert all(len(row["runs"]) < 300 for row in found.values())
@@ -177,6 +178,7 @@ def test_one_model_in_detail(machine: Path, capsys: pytest.CaptureFixture[str]) 
         (["absent"], 3, "no model 'absent' here"),
         (["own/absent"], 3, "`clocher pull own/absent` fetches it"),
         (["--jsn"], 2, "No such option"),
+        (["adapter"], 3, "clocher chat BASE --lora adapter"),
     ],
     ids=str,
 )
@@ -189,6 +191,8 @@ def test_mistakes(
     message: str,
 ) -> None:
     add_model(machine / "hub", "own/tiny", LLAMA)
+    Path("adapter").mkdir()
+    Path("adapter/adapter_config.json").write_text("{}")
     assert models.models.run(words) == code
     out, err = capsys.readouterr()
     assert out == "" and err.count("\n") == 1 and message in err, err

@@ -514,6 +514,18 @@ def test_a_drain_that_takes_too_long_ends_with_an_error_event():
         assert ending.process.wait(20) == 0
 
 
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_second_signal_ends_at_once_with_its_code(number, code):
+    with serving() as ending:
+        body = {"prompt": "x", "max_tokens": 4000, "ignore_eos": True, "stream": True}
+        with ending.client.stream("POST", "/v1/completions", json=body) as response:
+            next(response.iter_lines())
+            os.kill(ending.process.pid, number)
+            while not any("a second signal ends at once" in line for line in ending.log):
+                time.sleep(0.01)
+            assert ending.end(number) == code
+
+
 def test_a_request_has_a_deadline():
     with serving("--timeout", 1) as hasty:
         events = hasty.events("/v1/completions", prompt="x", max_tokens=4000, ignore_eos=True)

@@ -104,6 +104,23 @@ def test_what_any_web_page_may_send_is_refused(app: Starlette, route: Described,
     assert TestClient(app).post(route.path, content=body, headers=json_type).status_code != 415
 
 
+def test_what_came_before_a_drain_is_answered(
+    server: Server, app: Starlette, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encode = server.prompts.ids
+
+    async def drained(*given: Any) -> list[int]:
+        server.engine.drain()
+        assert server.engine.sequences == 1, "the drain would not wait for it"
+        return await encode(*given)
+
+    monkeypatch.setattr(server.engine, "status", "ready")  # and is so again
+    monkeypatch.setattr(server.prompts, "ids", drained)
+    client, body = TestClient(app), {"prompt": "x", "max_tokens": 1}
+    assert client.post("/v1/completions", json=body).status_code == 200
+    assert client.post("/v1/completions", json=body).status_code == 503
+
+
 def test_its_schemas_are_schemas() -> None:
     schemas = document("1")["components"]["schemas"]
     for schema in schemas.values():

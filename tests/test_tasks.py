@@ -149,11 +149,29 @@ def test_what_is_kept_is_not_done_again(
     line = json.loads(got.out)
     assert scored == [1] and line["questions"]["count"] == 2 and line["shots"] == 0
     assert "mmlu" in got.err and "acc_norm" in got.err
+    first, last = kept.read_text().splitlines()
+    kept.write_text(f"{json.dumps({**json.loads(first), 'found': 'edited'})}\n{last}\n")
+    assert quality.run(words) == 0 and json.loads(capsys.readouterr().out) == line
+    assert scored == [1, 1]
     assert quality.run([*words, "--precision", "int4w"]) == 0  # other settings, other results
-    assert scored == [1, 2] and len(kept.read_text().splitlines()) == 4
+    assert scored == [1, 1, 2] and len(kept.read_text().splitlines()) == 5
     kept.write_text("{}\n")
     with pytest.raises(FormatError, match="another file"):
         Kept(kept, {})
+
+
+def test_prompts_that_lose_their_beginning_are_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines(tmp_path / "lambada.jsonl", LAMBADA, {"text": "a b"})
+    lines(tmp_path / "gsm8k.jsonl", GSM8K, {**GSM8K, "question": "Why? " * 999})
+    words = [LLAMA, "--shots", "0", "--data", str(tmp_path), "--task"]
+    for task, context, cut in (("lambada", 8, 1), ("lambada", 64, 0), ("gsm8k", 300, 1)):
+        assert quality.run([*words, task, "--context", str(context), "--limit", "2"]) == 0
+        out, err = capsys.readouterr()
+        assert json.loads(out)["truncated"] == cut
+        said = f"{task}: {cut} of 2 prompts are longer than a context of {context} tokens"
+        assert (said in err) == bool(cut), err
 
 
 def test_what_is_wrong_is_said(tmp_path: Path) -> None:
@@ -164,11 +182,16 @@ def test_what_is_wrong_is_said(tmp_path: Path) -> None:
     with pytest.raises(ModelNotFound, match=r"mmlu_test\.jsonl"):
         read("mmlu", tmp_path)
     lines(tmp_path / "mmlu_test.jsonl", MMLU[0], {**MMLU[0], "answer": 4})
-    with pytest.raises(FormatError, match=r"mmlu_test\.jsonl, line 2: .*the answer is none"):
+    wrong = r"mmlu_test\.jsonl, line 2: not a line of mmlu: got {'answer': 4, .*, expected fields q"
+    with pytest.raises(FormatError, match=wrong):
         read("mmlu", tmp_path)
     lines(tmp_path / "mmlu_test.jsonl", MMLU[0], {"question": "?"})
-    with pytest.raises(FormatError, match="choices"):
+    with pytest.raises(FormatError, match=r"\{'question': '\?'\}, expected .*; give .* --data$"):
         read("mmlu", tmp_path)
+    with pytest.raises(FormatError, match=r"expected fields .*, label \(a number\)"):
+        read("hellaswag", lines(tmp_path / "h.jsonl", {**HELLASWAG, "label": ""}))
+    with pytest.raises(FormatError, match="not a line of arc_challenge"):
+        read("arc_challenge", lines(tmp_path / "a.jsonl", {**ARC, "choices": [1, 2]}))
     lines(tmp_path / "mmlu_test.jsonl", MMLU[0])
     lines(tmp_path / "mmlu_dev.jsonl", MMLU[0])
     with pytest.raises(UsageError, match="give --shots"):

@@ -12,6 +12,7 @@ from tokenizers import decoders, models, processors
 
 from clocher_kernels.errors import FormatError, ModelNotFound, UsageError
 from clocher_runtime.checkpoints.locate import embedded_model
+from clocher_runtime.text.text_process import PROCESS
 from clocher_runtime.text.tokenizer import TextStream, Tokenizer
 
 MODEL = embedded_model()
@@ -52,6 +53,21 @@ def test_templates_get_documents_as_transformers_passes_them():
     reads = Tokenizer(MODEL / "tokenizer.json", config)
     given = {"documents": [{"title": "t", "text": "y"}]}
     assert reads.apply_chat_template([], variables=given) == "y"
+
+
+def test_a_template_is_compiled_once(monkeypatch):
+    asked, ask = [], PROCESS.ask
+
+    def noted(operation, *given, **more):
+        asked.append(operation)
+        return ask(operation, *given, **more)
+
+    monkeypatch.setattr(PROCESS, "ask", noted)
+    named = [{"name": "default", "template": "once {{ messages[0].content }}"}]
+    for _ in range(2):
+        reads = Tokenizer(MODEL / "tokenizer.json", CONFIG | {"chat_template": named})
+        assert reads.apply_chat_template([{"role": "user", "content": "x"}]) == "once x"
+    assert asked == ["compile_template", "render", "render"]
 
 
 def byte_ids(tokenizer):

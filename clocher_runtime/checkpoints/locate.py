@@ -176,9 +176,10 @@ def listed(directory: Path) -> list[str]:
         raise ModelNotFound(f"{directory}: cannot be listed: {error.strerror}") from None
 
 
-def holds_model(directory: Path) -> bool:
-    """Return whether a directory has the files of a model; none is opened."""
-    if any(os.path.isfile(directory / marker) for marker in _MARKERS):
+def holds_model(directory: Path, adapters: bool = False) -> bool:
+    """Return whether a directory has the files of a model, or of an adapter; none is opened."""
+    markers = (*_MARKERS, *[ADAPTER_CONFIG] * adapters)
+    if any(os.path.isfile(directory / marker) for marker in markers):
         return True
     try:
         return any(name.lower().endswith(SUFFIX) for name in listed(directory))

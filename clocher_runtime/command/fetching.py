@@ -5,7 +5,6 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
-from copy import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -142,25 +141,22 @@ def _refusal(console: Console, download: "Download") -> ModelError | None:
     from clocher_runtime.models.families import spec_from_config
 
     repo, sizes = download.repo, {file.name: file.nbytes for file in download.files}
-    small = copy(download)
-    small.files = [f for f in download.files if f.name in ("config.json", ADAPTER_CONFIG)]
-    folder = small.run() if small.files else Path()
-    weights = [nbytes for name, nbytes in sizes.items() if name.endswith(".safetensors")]
-    if ADAPTER_CONFIG in sizes:
-        base = base_of(folder) or "its base"
-        console.note(f"{repo}: a LoRA adapter of {base}, which has to be fetched as well")
-        return None
-    if "config.json" not in sizes:
+    if not sizes.keys() & {"config.json", ADAPTER_CONFIG}:
         return UnsupportedModel(
             f"{repo}: no config.json; is it a model's repository? --allow PATTERN fetches files of "
             "any"
         )
+    folder = download.run(only=("config.json", ADAPTER_CONFIG))
+    if ADAPTER_CONFIG in sizes:
+        base = base_of(folder) or "its base"
+        console.note(f"{repo}: a LoRA adapter of {base}, which has to be fetched as well")
+        return None
+    weights = [nbytes for name, nbytes in sizes.items() if name.endswith(".safetensors")]
     if not weights:
         return UnsupportedModel(f"{repo}: no model*.safetensors; pickled weights are not fetched")
     try:
-        config = parse_object(
-            read_bytes(folder / "config.json", 16_000_000), f"{repo}: config.json"
-        )
+        data = read_bytes(folder / "config.json", 16_000_000)
+        config = parse_object(data, f"{repo}: config.json")
         spec = spec_from_config(config)
         check_config(config, repo)
     except ModelError as error:

@@ -33,14 +33,7 @@ from clocher_runtime.engine.load import Model, load_model
 from clocher_runtime.engine.topology import default_threads
 from clocher_runtime.exit_codes import ExitCode
 from clocher_runtime.quality.compare import Documents, cut
-from clocher_runtime.quality.evaluate import (
-    Evaluation,
-    Row,
-    Size,
-    decode_speed,
-    evaluate,
-    table,
-)
+from clocher_runtime.quality.evaluate import Evaluation, Row, Size, decode_speed, evaluate, table
 from clocher_runtime.quality.gate import Limits, verdict_code, worst
 from clocher_runtime.quantize.alloc import LEAST_FRACTION, allocation_table
 from clocher_runtime.quantize.job import (

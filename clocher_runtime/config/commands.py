@@ -61,15 +61,6 @@ class SamplingConfig(EngineConfig):
         number(0.01, 100), "above 1: tokens in the text become less likely", default=1.0
     )
 
-    def settled(self) -> Self:
-        """Return it, if no LoRA adapter has a name. Raises UsageError."""
-        if name := next(filter(None, self.lora or ()), ""):
-            raise UsageError(
-                f"--lora {name}=...: only clocher serve has adapters by name; give the path alone "
-                f"(./{name}=... if it begins so)"
-            )
-        return self
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig(SamplingConfig):

@@ -26,6 +26,7 @@ from clocher_runtime.config.values import (
     internal,
     number,
     one_of,
+    refuse_unknown,
     text,
     variable,
 )
@@ -282,6 +283,11 @@ class EngineConfig:
 
     def settled(self) -> Self:
         """Return the configuration of a command line. Raises UsageError."""
+        if name := next(filter(None, self.lora or ()), ""):
+            raise UsageError(
+                f"--lora {name}=...: only clocher serve has adapters by name; give the path alone "
+                f"(./{name}=... if it begins so)"
+            )
         return self
 
     def unmet(self, names: Collection[str]) -> tuple[str, ...]:
@@ -316,8 +322,7 @@ HINTS: Mapping[str, Setting] = {
 def config_of(keywords: Mapping[str, Any], where: str) -> EngineConfig:
     """Return the configuration for keywords of the Python API. Raises UsageError."""
     known = {name for name, _ in every(EngineConfig)} - _NOT_KEYWORDS
-    if unknown := sorted(set(keywords) - known):
-        raise UsageError(f"{where} has no option {unknown[0]!r}; it has {', '.join(sorted(known))}")
+    refuse_unknown(keywords, known, where)
     return EngineConfig(**keywords)
 
 

@@ -7,7 +7,7 @@ import operator
 import os
 import re
 import reprlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from math import inf
 from numbers import Real
@@ -152,6 +152,12 @@ def shown(value: object) -> str:
         return reprlib.repr(value)
     except Exception:  # of any class, even a number: one of many thousand digits
         return f"a {type(value).__name__}"
+
+
+def refuse_unknown(given: Mapping[str, object], known: Collection[str], where: str) -> None:
+    """Raise UsageError for an unknown keyword option."""
+    if unknown := sorted(set(given) - set(known)):
+        raise UsageError(f"{where} has no option {unknown[0]!r}; it has {', '.join(sorted(known))}")
 
 
 def as_integer(value: object) -> int | None:

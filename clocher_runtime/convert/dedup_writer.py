@@ -96,9 +96,7 @@ def pieces(data: np.ndarray, step: int) -> Iterator[np.ndarray]:
 
 
 def encode(
-    plane: dedup_index.StoredPlane,
-    data: np.ndarray,
-    put: Callable[[Region, np.ndarray], object],
+    plane: dedup_index.StoredPlane, data: np.ndarray, put: Callable[[Region, np.ndarray], object]
 ) -> None:
     """Append the parts of a plane that has its places to files by `PlaneWriter.put`."""
     if plane.mode == "raw":

@@ -44,10 +44,7 @@ _CHOICES: dict[str, tuple[object, ...]] = {
     "scale_dtype": ("f16", "f32", "bf16"),
     "method": q4_entries.METHODS,
 }
-_OPTIONAL = {
-    "group": int,
-    **dict.fromkeys(("zero", "scale", "scale_dtype", "clip", "method"), str),
-}
+_OPTIONAL = {"group": int, **dict.fromkeys(("zero", "scale", "scale_dtype", "clip", "method"), str)}
 _SECTIONS: dict[str, type] = {
     **dict.fromkeys(("tool", "source", "options", "calibration", "allocation", "gate"), dict),
     **dict.fromkeys(("size", "planes"), dict),

@@ -202,12 +202,13 @@ class MappedFile(mmap.mmap):
             first = start - start % mmap.PAGESIZE
             self.madvise(mmap.MADV_WILLNEED, first, start + view.nbytes - first)
 
-    def sha256(self) -> str:
-        """Return the SHA-256 of the file, dropping pages on the way."""
+    def sha256(self, progress: Callable[[int], object] = lambda done: None, before: int = 0) -> str:
+        """Return the SHA-256, dropping pages on the way; `progress` gets `before` + bytes done."""
         digest = hashlib.sha256()
-        for piece in byte_pieces(self.bytes(0, self.nbytes)):
+        for number, piece in enumerate(byte_pieces(self.bytes(0, self.nbytes))):
             digest.update(piece)
             self.release()
+            progress(before + number * _STEP)
         return digest.hexdigest()
 
     def release(self) -> None:

@@ -2,9 +2,12 @@
 
 import json
 import os
+from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from clocher_kernels.errors import FormatError
 from clocher_runtime.disk.files import read_bytes
@@ -30,7 +33,7 @@ class Kept:
             for line, where in parse_lines(b"\n".join(lines), path):
                 if line.keys() != {"item", "found"}:
                     raise FormatError(f"{where}: not a line of kept results; give another file")
-                self._found[line["item"]] = line["found"]
+                self._found[str(line["item"])] = line["found"]
             # Not before every line is known to be one of these: it may be a file of the user's.
             if tail:
                 os.truncate(path, path.stat().st_size - len(tail))
@@ -43,9 +46,10 @@ class Kept:
             with self._path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"item": key, "found": found}) + "\n")
 
-    def get(self, item: Any) -> Any:
-        """Return the result of an item, None if it is not there."""
-        return self._found.get(self._key(item))
+    def get(self, item: Any, kind: Any = Any) -> Any:
+        """Return the result of an item; None if it is not there, or was edited to another kind."""
+        with suppress(msgspec.ValidationError):
+            return msgspec.convert(self._found.get(self._key(item)), kind)
 
     def _key(self, item: Any) -> str:
         return sha256(f"{self._settings} {item!r}".encode()).hexdigest()[:32]

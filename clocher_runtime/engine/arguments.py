@@ -37,12 +37,6 @@ def one_of(name: str, value: object, known: Collection[str]) -> str:
     return value
 
 
-def refuse_unknown(given: Mapping[str, object], known: Collection[str], where: str) -> None:
-    """Raise UsageError for an unknown keyword option."""
-    if unknown := sorted(set(given) - set(known)):
-        raise UsageError(f"{where} has no option {unknown[0]!r}; it has {', '.join(sorted(known))}")
-
-
 def listed(value: object, expected: str) -> list[Any]:
     """Return a sequence's items; strings, bytes, mappings are refused. Raises UsageError."""
     sequence = hasattr(value, "__len__") and hasattr(value, "__getitem__")

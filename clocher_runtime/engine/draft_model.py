@@ -68,11 +68,7 @@ class DraftModel:
         return [drafts.get(reader, NO_DRAFT) for reader in readers]
 
     def _draft(
-        self,
-        parts: list[Part],
-        drafts: dict["SequenceReader", Draft],
-        depth: int,
-        wanted: Wanted,
+        self, parts: list[Part], drafts: dict["SequenceReader", Draft], depth: int, wanted: Wanted
     ) -> None:
         self._step(*self._inputs.stage(parts), drafts)
         for request, count in parts:

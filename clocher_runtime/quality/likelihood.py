@@ -5,7 +5,7 @@ Source: its lm_eval/api/model.py, task.py, metrics.py and lm_eval/utils.py, with
 """
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import exp, inf, sqrt
 from statistics import fmean, stdev
 from typing import Annotated, Any, NamedTuple
@@ -174,8 +174,7 @@ def score_items(
     scorer: Scorer, items: Sequence[Item], progress: Progress | None = None
 ) -> Sequence[Scores]:
     """Return the scores of each item: of its choices, or its continuation."""
-    pairs = [_pairs(scorer, item, number) for number, item in enumerate(items, start=1)]
-    return scorer.grouped(pairs, progress)
+    return scorer.grouped([*pairs_of(scorer, items)], progress)
 
 
 def metrics(items: Sequence[Item], scores: Sequence[Scores]) -> dict[str, Any]:
@@ -187,15 +186,17 @@ def metrics(items: Sequence[Item], scores: Sequence[Scores]) -> dict[str, Any]:
     return results | ({"targets": _of_targets(targets)} if targets else {})
 
 
-def _pairs(scorer: Scorer, item: Item, number: int) -> list[Pair]:
-    if isinstance(item, Target):
-        ends = [item.continuation]
-    else:
-        ends = [item.delimiter + choice for choice in item.choices]
-    try:
-        return [scorer.pair(item.context, end) for end in ends]
-    except UsageError as error:
-        raise UsageError(f"item {number}: {error}") from None
+def pairs_of(scorer: Scorer, items: Sequence[Item]) -> Iterator[list[Pair]]:
+    """Yield what is scored of each item: its choices, or its continuation. Raises UsageError."""
+    for number, item in enumerate(items, start=1):
+        if isinstance(item, Target):
+            ends = [item.continuation]
+        else:
+            ends = [item.delimiter + choice for choice in item.choices]
+        try:
+            yield [scorer.pair(item.context, end) for end in ends]
+        except UsageError as error:
+            raise UsageError(f"item {number}: {error}") from None
 
 
 def means(values: Mapping[str, Sequence[float]]) -> dict[str, Any]:

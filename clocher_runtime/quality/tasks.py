@@ -16,19 +16,13 @@ from typing import Any, NamedTuple
 import msgspec
 
 from clocher_kernels.errors import FormatError, ModelNotFound, UsageError
+from clocher_runtime.config.values import shown
 from clocher_runtime.disk.files import read_bytes
 from clocher_runtime.disk.kept import Kept
 from clocher_runtime.disk.strict_json import parse_lines
 from clocher_runtime.engine.session import Session
 from clocher_runtime.quality import likelihood
-from clocher_runtime.quality.likelihood import (
-    Likelihood,
-    Progress,
-    Question,
-    Scorer,
-    Target,
-    means,
-)
+from clocher_runtime.quality.likelihood import Progress, Question, Scorer, Target, means
 from clocher_runtime.quality.run_program import passes
 from clocher_runtime.text.tokenizer import Tokenizer
 
@@ -125,6 +119,7 @@ class Task(NamedTuple):
     """A known task."""
 
     item: Callable[[_Line], Any]
+    fields: str  # of a line, for messages
     shots: int = 0  # examples in a prompt
     about: str = ""  # introduction of a subject, {} for its name
     generates: bool = False
@@ -133,12 +128,12 @@ class Task(NamedTuple):
 
 _MMLU = "The following are multiple choice questions (with answers) about {}.\n\n"
 TASKS = {
-    "mmlu": Task(_mmlu, about=_MMLU),
-    "hellaswag": Task(_hellaswag),
-    "arc_challenge": Task(_arc),
-    "gsm8k": Task(_gsm8k, shots=5, generates=True),
-    "humaneval": Task(_humaneval, generates=True, runs_code=True),
-    "lambada": Task(_lambada),
+    "mmlu": Task(_mmlu, "question, choices, answer (a number from 0, or a letter)", about=_MMLU),
+    "hellaswag": Task(_hellaswag, "activity_label, ctx_a, ctx_b, endings, label (a number)"),
+    "arc_challenge": Task(_arc, "question, choices (with text and label), answerKey"),
+    "gsm8k": Task(_gsm8k, "question, answer", shots=5, generates=True),
+    "humaneval": Task(_humaneval, "prompt, test, entry_point", generates=True, runs_code=True),
+    "lambada": Task(_lambada, "text"),
 }
 
 
@@ -170,13 +165,13 @@ def read_task(
     count = known.shots if shots is None else shots
     examples = _found(name, path.parent, ("dev", "train")) if count else None
     shown: dict[str, list[str]] = {}
-    for subject, item in _lines(examples, known) if examples else ():
+    for subject, item in _lines(examples, name) if examples else ():
         answer = item.answer
         if isinstance(item, Question):
             answer = item.delimiter + item.choices[item.answer]
         shown.setdefault(subject, []).append(f"{item.context}{answer}\n\n")
     items = []
-    for subject, item in _lines(path, known)[:limit]:
+    for subject, item in _lines(path, name)[:limit]:
         own = shown.get(subject, [])[:count]
         if len(own) < count:
             raise UsageError(
@@ -201,8 +196,9 @@ def _found(name: str, directory: Path, splits: Sequence[str]) -> Path:
     raise ModelNotFound(f"{directory}: no {wanted} there, which --task {name} needs")
 
 
-def _lines(path: Path, task: Task) -> list[tuple[str, Any]]:
-    """Return the subject and the item of each line of a file."""
+def _lines(path: Path, name: str) -> list[tuple[str, Any]]:
+    """Return the subject and the item of each line of a task's file."""
+    task = TASKS[name]
     data = read_bytes(path, MOST_BYTES)
     if path.suffix == ".gz":
         try:
@@ -216,12 +212,14 @@ def _lines(path: Path, task: Task) -> list[tuple[str, Any]]:
     for line, where in parse_lines(data, path):
         try:
             item = task.item(line)
+            if not isinstance(item, Asked):  # which holds a function
+                item = msgspec.convert(msgspec.structs.asdict(item), type(item))
             if isinstance(item, Question) and not 0 <= item.answer < len(item.choices):
-                raise ValueError("the answer is none of the choices")
-        except (LookupError, TypeError, ValueError, AttributeError) as error:
+                raise ValueError  # the answer is none of the choices
+        except (LookupError, TypeError, ValueError, AttributeError):
             raise FormatError(
-                f"{where}: not a line of this data set: {type(error).__name__} {error}; its keys "
-                f"are {sorted(line)!r:.80}"
+                f"{where}: not a line of {name}: got {shown(line)}, expected fields "
+                f"{task.fields}; give the data set's file with --data"
             ) from None
         found.append((str(line.get("subject", "")), item))
     if not found:
@@ -239,14 +237,12 @@ def run_task(
     tokenizer: Tokenizer,
     kept: Kept,
     progress: Progress,
-    complete: Complete | None = None,
+    complete: Complete,
 ) -> dict[str, Any]:
-    """Score the items that are not kept, and return the metrics of all. Raises ClocherError.
-
-    `complete` is needed by a task that generates.
-    """
+    """Score the items that are not kept, and return the metrics of all. Raises ClocherError."""
     scorer, items = Scorer(session, tokenizer), task.items
-    missing = [item for item in items if kept.get(_key(item)) is None]
+    kind = dict[str, float] if task.generates else list[likelihood.Likelihood]
+    missing = [item for item in items if kept.get(_key(item), kind) is None]
     size = _BATCHES * session.config.batch
     for first in range(0, len(missing), size):
         part = missing[first : first + size]
@@ -256,7 +252,6 @@ def run_task(
             progress(begun + done * count // total, len(items))
 
         if task.generates:
-            assert complete is not None
             asked = [_asked(item, session, tokenizer) for item in part]
             said = zip(part, complete(asked, tell), strict=True)
             found: Sequence[Any] = [item.judge(each.text, item.answer) for item, each in said]
@@ -264,10 +259,19 @@ def run_task(
             found = likelihood.score_items(scorer, part, tell)
         for item, each in zip(part, found, strict=True):
             kept.add(_key(item), each)
-    every = [kept.get(_key(item)) for item in items]
+    every = [kept.get(_key(item), kind) for item in items]
     if task.generates:
         return {"generated": means({name: [each[name] for each in every] for name in every[0]})}
-    return likelihood.metrics(items, [[Likelihood(*pair) for pair in each] for each in every])
+    return likelihood.metrics(items, every)
+
+
+def truncated(task: Prompted, session: Session, tokenizer: Tokenizer) -> int:
+    """Return how many prompts lose their beginning, as the context does not hold them."""
+    if task.generates:
+        encode = tokenizer.encode_prompt
+        return sum(len(encode(item.context)) > _room(item, session) for item in task.items)
+    each = likelihood.pairs_of(Scorer(session, tokenizer), task.items)
+    return sum(max(len(a) + len(b) for a, b in pairs) > session.longest + 1 for pairs in each)
 
 
 def _key(item: Any) -> Any:
@@ -277,6 +281,9 @@ def _key(item: Any) -> Any:
 
 def _asked(item: Asked, session: Session, tokenizer: Tokenizer) -> tuple[Any, dict[str, Any]]:
     """Return a prompt, without its beginning if it is too long, and its options."""
-    room = max(1, session.longest - item.max_new)
     options = {"max_new": item.max_new, "stop": list(item.stop), "temperature": 0}
-    return tokenizer.encode_prompt(item.context)[-room:], options
+    return tokenizer.encode_prompt(item.context)[-_room(item, session) :], options
+
+
+def _room(item: Asked, session: Session) -> int:
+    return max(1, session.longest - item.max_new)

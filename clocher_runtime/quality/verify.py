@@ -56,12 +56,7 @@ class Sampling(TypedDict):
 
 
 class Trace(
-    Struct,
-    frozen=True,
-    kw_only=True,
-    forbid_unknown_fields=True,
-    tag=SCHEMA,
-    tag_field="schema",
+    Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=SCHEMA, tag_field="schema"
 ):
     """The generation of one prompt."""
 

@@ -293,13 +293,13 @@ def measure_units(
         for name, unit in units.items():
             if name.partition(".")[0] != str(layer):
                 continue
-            if kept.get(name) is None:
+            if kept.get(name, float) is None:
                 judge.layer(layer, None, _quantise_unit(walk, layer, unit, fmt, threads, seed))
                 judge.advance()
                 judge.layers(range(layer + 1, walk.spec.num_layers))
                 kept.add(name, _divergence(judge, reference))
                 judge.state.take(before)
-            kld[name] = float(kept.get(name))
+            kld[name] = kept.get(name, float)
             if progress is not None:
                 progress(len(kld), len(units), name)
         walk.layers([layer])

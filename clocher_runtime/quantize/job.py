@@ -124,7 +124,7 @@ def run_job(
     for path in (job.out, rejected_path(job.out)):
         path.unlink(missing_ok=True)
     nbytes = sum(f.nbytes for f in checkpoint.files)
-    source = describe_source(checkpoint, lambda done, _: tell("hashing", done, nbytes))
+    source = describe_source(checkpoint, lambda done: tell("hashing", done, nbytes))
     sections: dict[str, Any] = {"tool": tool(), "source": source}
     if job.rules.requantize:
         sections["requantize"] = True

@@ -1,6 +1,5 @@
 """The plan of a quantisation, made before a weight is read, and the manifest of the result."""
 
-import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +18,6 @@ from clocher_runtime.convert.rounding import Clip
 from clocher_runtime.convert.to_iebin import natural
 from clocher_runtime.quality.tensor_error import TensorError
 
-_STEP = 1 << 22
 _DIGITS = 8
 
 
@@ -175,20 +173,13 @@ def tool() -> dict[str, str]:
 
 
 def describe_source(
-    checkpoint: Checkpoint, progress: Callable[[int, str], None] | None = None
+    checkpoint: Checkpoint, progress: Callable[[int], object] = lambda done: None
 ) -> dict[str, Any]:
-    """Return a manifest's `source`: the weight files and their hashes."""
-    files = []
-    before = 0
+    """Return a manifest's `source`: the weight files and their hashes; `progress` gets bytes."""
+    files, before = list[dict[str, Any]](), 0
     for file in checkpoint.files:
-        digest = hashlib.sha256()
-        for start in range(0, file.nbytes, _STEP):
-            digest.update(file.bytes(start, min(start + _STEP, file.nbytes)).data)
-            file.release()
-            if progress:
-                progress(before + start, file.path.name)
-        facts = {"name": file.path.name, "nbytes": file.nbytes, "sha256": digest.hexdigest()}
-        files.append(facts)
+        digest = file.sha256(progress, before)
+        files.append({"name": file.path.name, "nbytes": file.nbytes, "sha256": digest})
         before += file.nbytes
     return {"kind": checkpoint.kind, "files": files}
 

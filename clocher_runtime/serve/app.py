@@ -165,6 +165,10 @@ class Server:
                         "echo",
                     )
             vocabulary = ready.vocab_size
+            try:
+                check_biases(asked.sampling()["logit_bias"], vocabulary)
+            except UsageError as error:
+                raise invalid(str(error), "logit_bias") from None
             budgets = [room_for(ids, asked.budget, longest, vocabulary, param) for ids in prompts]
             if spec := grammar_of(asked, style, tail, blocks):
                 await asyncio.wrap_future(self.prompts.grammars.checked(spec))
@@ -205,10 +209,6 @@ class Server:
     ) -> list[Submit]:
         """Return the sequences of a request, by its prompts and the tokens that may follow each."""
         sampling = [asked.sampling(choice) for choice in range(asked.choices)]
-        try:
-            check_biases(sampling[0]["logit_bias"], self.engine.serving().vocab_size)
-        except UsageError as error:
-            raise invalid(str(error), "logit_bias") from None
         return [
             Submit(
                 ids=ids,

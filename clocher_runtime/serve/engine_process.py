@@ -183,8 +183,8 @@ class EngineProcess:
 
     @property
     def sequences(self) -> int:
-        """Number of unfinished sequences."""
-        return len(self._open)
+        """Number of unfinished and of reserved sequences."""
+        return len(self._open) + self._reserved
 
     @property
     def age_s(self) -> float:
@@ -217,8 +217,7 @@ class EngineProcess:
                 "send fewer prompts, or lower n",
                 "n",
             )
-        taken = len(self._open) + self._reserved
-        if taken and taken + count > self._most:
+        if (taken := self.sequences) and taken + count > self._most:
             retry_after = max(1, min(60, round(self.step_s * 10)))
             raise failure("rate_limit_exceeded", waiting=taken, retry_after=retry_after)
         self._reserved += count

@@ -35,10 +35,7 @@ _TABLE: Mapping[str, tuple[int, str]] = {
         "The body has more than {most} bytes; send less, or have the server started with a higher "
         "--max-body-mb",
     ),
-    "unsupported_media_type": (
-        415,
-        "The header Content-Type is {got}; expected application/json",
-    ),
+    "unsupported_media_type": (415, "The header Content-Type is {got}; expected application/json"),
     "rate_limit_exceeded": (
         429,
         "{waiting} answers are being written or wait already; try again in {retry_after} s",

@@ -147,9 +147,7 @@ Biases = Annotated[
 ]
 _RULE = rf"^({'|'.join(WORDS)}|({'|'.join(RULES)})(:[0-9.]+(,[0-9.]+)?)?)$"
 Diffusion = Annotated[
-    str,
-    text_of(0, 64),
-    WithJsonSchema({"type": "string", "maxLength": 64, "pattern": _RULE}),
+    str, text_of(0, 64), WithJsonSchema({"type": "string", "maxLength": 64, "pattern": _RULE})
 ]
 GuidedSchema = Annotated[
     JsonSchema,

@@ -48,11 +48,7 @@ class Counts:
     @property
     def decisions(self) -> dict[str, int]:
         """What was decided -> forwards that could verify a draft."""
-        return {
-            "sent": self.sent,
-            "unguessed": self.without_draft,
-            "unworthy": self.not_worth,
-        }
+        return {"sent": self.sent, "unguessed": self.without_draft, "unworthy": self.not_worth}
 
     def since(self, before: "Counts") -> "Counts":
         """Return what was counted after an earlier state."""

@@ -217,6 +217,7 @@ def _facts(bound: Loaded) -> Row:
         "backends": bound.config.backend.upper(),
         # A model of the Hub's cache is a link, whose own name says more.
         "model_filename": os.path.basename(os.path.abspath(name)) if os.path.exists(name) else name,
+        "lora": (bound.config.lora or {}).get("", ""),
         "model_type": model.spec.family,
         "model_size": sum(weight.nbytes for weight in model.weights.values()),
         "model_n_params": sum(prod(weight.shape) for weight in model.weights.values()),
@@ -302,6 +303,7 @@ def _named(row: Row) -> str:
 
 _COLUMNS: Sequence[tuple[str, Callable[[Row], str]]] = (
     ("model", lambda row: str(row["model_filename"])),
+    ("lora", lambda row: str(row["lora"])),
     ("size", lambda row: _scaled(row["model_size"], _UNITS)),
     ("params", lambda row: _scaled(row["model_n_params"], _COUNTS)),
     ("precision", lambda row: str(row["precision"])),

@@ -119,7 +119,7 @@ def _of_the_hub() -> Iterator[Found]:
 
 def _below(directory: Path, place: str, depth: int, left: list[int]) -> Iterator[Found]:
     """Yield the models below a directory; `left` counts the entries that may still be read."""
-    if holds_model(directory):
+    if holds_model(directory, adapters=True):
         yield from _files_of(str(directory), place, directory)
         return
     if depth == 0:

@@ -146,7 +146,7 @@ def quality(console: Console, tasks: tuple[str, ...], keep: Path | None, **how: 
     from clocher_runtime.api import LanguageModel
     from clocher_runtime.disk.kept import Kept
     from clocher_runtime.disk.strict_json import finite
-    from clocher_runtime.quality.tasks import read_task, run_task
+    from clocher_runtime.quality.tasks import read_task, run_task, truncated
 
     reading = [how.pop(name) for name in ("data", "shots", "limit", "run_code")]
     asked = [read_task(task, *reading) for task in tasks]
@@ -157,9 +157,14 @@ def quality(console: Console, tasks: tuple[str, ...], keep: Path | None, **how: 
         complete = LanguageModel(session.model, session, tokenizer).complete_each
         for task, each in zip(tasks, asked, strict=True):
             about = {"task": task, **facts, "context": session.context, **each.facts}
+            if cut := truncated(each, session, tokenizer):
+                console.note(
+                    f"{task}: {cut} of {len(each.items)} prompts are longer than a context of "
+                    f"{session.context} tokens and lose their beginning; raise --context"
+                )
             progress = partial(tell, task)
             found = run_task(each, session, tokenizer, Kept(keep, about), progress, complete)
-            click.echo(json.dumps(finite({**about, **found})))
+            click.echo(json.dumps(finite({**about, "truncated": cut, **found})))
             rows += _table_rows(task, found)
     console.note("\n".join(["task            metric                   value  ±     items", *rows]))
 

@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -262,3 +262,7 @@ class ChatTemplate:
 
     def _ask(self, operation: str, **arguments: Any) -> Any:
         return PROCESS.ask(operation, MAX_SECONDS, MAX_MEMORY_BYTES, source=self._text, **arguments)
+
+
+checked_template = lru_cache(maxsize=8)(ChatTemplate)
+"""The `ChatTemplate` of a text, which is compiled once."""

@@ -9,7 +9,7 @@ from clocher_runtime.engine.arguments import Sampling
 from clocher_runtime.engine.generation import Generation
 from clocher_runtime.engine.session import Session
 from clocher_runtime.text.answers import AnswerReader, Delta, make_reader, message_of
-from clocher_runtime.text.chat_template import ChatTemplate, Message, conversation_of
+from clocher_runtime.text.chat_template import Message, checked_template, conversation_of
 from clocher_runtime.text.harmony import harmony_stop_ids
 from clocher_runtime.text.tokenizer import Tokenizer
 
@@ -56,7 +56,7 @@ class ChatModel:
     def check_template(self) -> None:
         """Compile the template in its process; raises FormatError, UsageError (variables)."""
         if self.by_template:
-            ChatTemplate(self._tokenizer.chat_template).refuse_unread(self._variables)
+            checked_template(self._tokenizer.chat_template).refuse_unread(self._variables)
 
     @property
     def larger_context(self) -> str:

@@ -8,8 +8,8 @@ from typing import Any, Literal, NamedTuple, Self
 import numpy as np
 
 from clocher_kernels.errors import UsageError
-from clocher_runtime.config.values import shown
-from clocher_runtime.engine.arguments import Constraint, Sampling, listed, refuse_unknown, whole
+from clocher_runtime.config.values import refuse_unknown, shown
+from clocher_runtime.engine.arguments import Constraint, Sampling, listed, whole
 from clocher_runtime.engine.generation import Generation
 from clocher_runtime.engine.requests import Token
 from clocher_runtime.engine.session import Session

@@ -152,7 +152,8 @@ def rules_of(spec: Mapping[str, Any], special: Mapping[str, str], no_forcing: bo
         functions = _functions(value)
         parts = {f"tool{number}": each for number, each in enumerate(functions.values())}
         if style == "harmony":
-            calls = (_call(name, f"@tool{n}", mark) for n, name in enumerate(functions))
+            json_of = f'{mark("<|constrain|>")} "json" {mark("<|message|>")}'
+            calls = (f'{json.dumps(f)} " " {json_of} @tool{n}' for n, f in enumerate(functions))
             harmony = f'"commentary to=functions." ({" | ".join(calls)})'
         else:
             answer = _calls(STYLES[style], list(functions), special, spec.get("several") is True)
@@ -190,11 +191,6 @@ def _after_thoughts(start: str, mark: Mark, opened: bool) -> str:
     special = end.startswith("<")
     rest = f"rest: /(.|\\n)*/ {end}" if special else f"rest[suffix={end}]: /(.|\\n)*/"
     return "\n".join([*rules, "blank: /\\s{0,32}/", rest])
-
-
-def _call(name: str, arguments: str, mark: Mark) -> str:
-    constrain = f'{mark("<|constrain|>")} "json" {mark("<|message|>")}'
-    return f'{json.dumps(name)} " " {constrain} {arguments}'
 
 
 def _calls(style: CallStyle, names: list[str], special: Mapping[str, str], several: bool) -> str:

@@ -167,9 +167,9 @@ class Tokenizer:
         if self._template is None:
             raise UsageError("this model has no chat template; give it plain text")
         # Completions, the common case, do not pay for importing Jinja.
-        from clocher_runtime.text.chat_template import ChatTemplate
+        from clocher_runtime.text.chat_template import checked_template
 
-        template = ChatTemplate(self._template)
+        template = checked_template(self.chat_template)
         if variables is not None:
             template.refuse_unread(variables)
         given = {

@@ -195,19 +195,23 @@ class Download:
         self.nbytes = sum(file.nbytes for file in self.missing)
         check_free((directory or cache_directory()) / "file", self.nbytes)
 
-    def run(self, checking: Callable[[str], None] | None = None) -> Path:
-        """Fetch what is missing, check all files, return their directory; `checking` gets names."""
+    def run(self, checking: Callable[[str], None] | None = None, only: Sequence[str] = ()) -> Path:
+        """Fetch and check all files, or `only` these; return their directory.
+
+        `checking` gets their names.
+        """
         import huggingface_hub
 
+        files = [file for file in self.files if not only or file.name in only]
         with _explained(self.repo):
             folder = huggingface_hub.snapshot_download(
                 self.repo,
                 revision=self._revision,
                 local_dir=self._directory,
-                allow_patterns=[glob.escape(file.name) for file in self.files],
+                allow_patterns=[glob.escape(file.name) for file in files],
             )
         wrong = []
-        for file in self.files:
+        for file in files:
             path = Path(folder, file.name)
             if not path.is_file():
                 raise _unreachable(f"{self.repo}: {file.name} did not come")
