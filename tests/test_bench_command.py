@@ -228,7 +228,10 @@ def test_guesses_are_measured_where_they_are_asked_for(capsys: Capture, tmp_path
     assert "give -b 1" in capsys.readouterr().err
     (tmp_path / "empty").touch()
     assert bench.run([*words, "--text", "empty"]) == 2
-    assert bench.run([*words, "--text", "none"]) != 0
+    assert bench.run([*words, "--text", "none"]) == 2
+    text.write_bytes(b"import os\n" * 40 + b"\xff")
+    assert bench.run([*words, "--text", str(text)]) == 2
+    assert "not UTF-8" in capsys.readouterr().err
     text.write_text("import os\n" * 8)
     capsys.readouterr()
     assert bench.run([*words, "--text", str(text)]) == 2

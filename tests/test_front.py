@@ -91,6 +91,12 @@ def test_a_full_context_is_told():
     assert "is full" not in err
 
 
+def test_a_context_that_is_the_models_own_is_not_to_be_raised():
+    ids = ",".join("9" * 4095)
+    err = here("run", "--prompt-ids", ids, "--context", "4096", "--max-new", "4", "--ignore-eos")[2]
+    assert "of 4096 tokens is full: 1 completion(s) ended before --max-new\n" in err
+
+
 def test_json_is_no_ignored_hint_of_the_stub():
     _, out, _ = here("run", "--stub", "--json", "--max-new", "1")
     assert only_line(out)["hints_ignored"] == []

@@ -265,6 +265,11 @@ def test_a_wrong_rule_is_refused(rule: dict[str, Any], message: str) -> None:
         jsonschema.validate({"version": 1, "rules": [{"pattern": ".*", **rule}]}, SCHEMA)
 
 
+def test_a_scale_that_is_not_for_a_format_is_named() -> None:
+    with pytest.raises(UsageError, match="scale per-block is not for int4"):
+        rules({"pattern": ".*", "dtype": "int4w", "scale": "per-block"})
+
+
 @pytest.mark.parametrize("pattern", ["(a+)+b", "(a|a)" * 99, "a?" * 200 + "a" * 90])
 def test_a_hostile_pattern_takes_no_time(pattern: str) -> None:
     started = time.process_time()

@@ -14,7 +14,7 @@ from clocher_runtime.config.commands import ServeConfig
 from clocher_runtime.serve import engine_process
 from clocher_runtime.serve.engine_process import EngineProcess, Job
 from clocher_runtime.serve.errors import ApiError
-from clocher_runtime.serve.messages import Made, Submit
+from clocher_runtime.serve.messages import Failed, Made, Step, Submit
 
 ASK = Submit(ids=[5, 6, 7], max_new=2000, sampling={"temperature": 1.0, "seed": 3})
 
@@ -115,6 +115,17 @@ def test_who_does_not_read_for_a_time_is_cut_off(monkeypatch: pytest.MonkeyPatch
             await job.read()
 
     asyncio.run(read_late())
+
+
+def test_an_engine_error_is_logged_without_what_a_client_wrote():
+    async def fail(engine: EngineProcess) -> None:
+        job = engine.submit([ASK])
+        number = next(iter(engine._open))
+        engine._hear(Step(engine.state, [Failed(number, "NonFinite", "a secret")]))
+        with pytest.raises(ApiError, match="its log has the reason"):
+            await job.read()
+
+    assert with_engine(fail) == ["error: a request failed: NonFinite"]
 
 
 def test_a_sequence_that_ended_gets_nothing_more():

@@ -201,9 +201,10 @@ def measure(
                         completions.add(prompt, ids, topk, shown and batch > 1)
                     completions.unfinished = []
     if cut:
+        advice = "; give a larger --context" * (session.longest < session.model.spec.max_positions)
         console.say(
             f"the context of {session.longest} tokens is full: {cut} completion(s) ended before "
-            "--max-new; give a larger --context"
+            f"--max-new{advice}"
         )
     return Measured(
         wall_ns=window.total_ns,

@@ -298,8 +298,8 @@ def rule_format(rule: Mapping[str, Any]) -> Format:
     scales = {"int8": "per-tensor", "fp8": "per-block", "fp8_e5m2": "per-block"}
     if scale not in ("per-channel", scales.get(dtype)):
         raise FormatError(
-            "scale per-tensor is for int8, per-block for fp8; "
-            f"{dtype} needs per-channel, which is the default"
+            f"scale {scale} is not for {dtype}: per-tensor is for int8, per-block for fp8; "
+            "leave it out"
         )
     whole, stored = scale == "per-tensor", rule.get("scale_dtype")
     if whole and group:

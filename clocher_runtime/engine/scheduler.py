@@ -190,8 +190,8 @@ class Scheduler:
                 continue
             request.queue.error = NonFinite(
                 f"got logits that are NaN or infinite within {request.cells} tokens of the "
-                "sequence, expected finite ones; get or convert the model again, or try --act-prec "
-                "fp32, which has a larger range than fp16",
+                "sequence, expected finite ones; get or convert the model again, or, where "
+                "activations are fp16, try --act-prec fp32, which has a larger range",
                 request.index,
             )
             self._retire(request, forget=True)

@@ -331,7 +331,10 @@ class EngineProcess:
             if how:
                 self._end(event.request, how)
             if isinstance(event, Failed):
-                found.job.fail(from_failure(event.kind, event.message))
+                error = from_failure(event.kind, event.message)
+                if error.code == "internal_error":
+                    self._note(f"error: a request failed: {event.kind}")  # no text of it
+                found.job.fail(error)
             else:
                 found.job.put(event.request, event, bool(how))
 

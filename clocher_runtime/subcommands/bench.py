@@ -14,7 +14,7 @@ import click
 from clocher_kernels.errors import UsageError
 from clocher_runtime.command.console import Console
 from clocher_runtime.command.flags import engine_options, option, place, script, switch
-from clocher_runtime.command.parameters import PATH, Listed
+from clocher_runtime.command.parameters import FILE, Listed
 from clocher_runtime.config.engine import NUMERICS, EngineConfig
 from clocher_runtime.exit_codes import ExitCode
 
@@ -108,7 +108,7 @@ _WORDS = (
         default=5,
     ),
     *engine_options(*_WORDS, reads=False, envvar=None),
-    option("--text", PATH, "of prompts  [default: random ids]", metavar="FILE"),
+    option("--text", FILE, "of prompts  [default: random ids]"),
     option(
         "--output",
         click.Choice(["md", "json", "jsonl", "csv"]),

@@ -22,7 +22,7 @@ from clocher_kernels.errors import OutOfMemory, UsageError
 from clocher_runtime.command.console import COMPILING, PACKING, Tell
 from clocher_runtime.command.loading import Loaded, load, without_effect
 from clocher_runtime.config.engine import EngineConfig
-from clocher_runtime.disk.files import read_bytes
+from clocher_runtime.disk.files import read_text
 from clocher_runtime.engine.backends import gpu
 from clocher_runtime.engine.probes import memory_reader, working_set
 from clocher_runtime.engine.topology import (
@@ -56,7 +56,6 @@ _NOT_ASKED = {"verify_weights", "context", "generation_config", "config", "diffu
 """Settings of a model that a bench has no use for, or its own."""
 
 _READ_S = 0.1
-_MOST_TEXT = 64 << 20
 _TOKEN_CHARS = 64  # a token has fewer
 
 
@@ -101,7 +100,7 @@ def _text_ids(path: Path | None, cases: Sequence[Case], loaded: Loaded) -> list[
     if path is None:
         return []
     longest = max(case.before for case in cases)
-    text = read_bytes(path, _MOST_TEXT).decode(errors="replace")[: _TOKEN_CHARS * longest]
+    text = read_text(path)[: _TOKEN_CHARS * longest]
     assert isinstance(loaded.tokenizer, Tokenizer)  # only the stub has another
     ids = loaded.tokenizer.encode(text)[:longest]
     if not ids:
