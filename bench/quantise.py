@@ -12,7 +12,8 @@ gives them, of --bits B or of llama-quantize. Clocher reads every result with fp
 an fp32 cache, and compares its logits with those of FLOAT.gguf, on text that was not calibrated
 with. `over llama.cpp` is the KL divergence beside that of llama-quantize with an importance matrix
 at equal bytes, between its next smaller and larger type; importance matrix and calibration read as
-many tokens of CALIB. PARTS keeps what is done, for a run that --seconds ended.
+many tokens of CALIB. PARTS keeps what is done, a folder beside it what is begun, for a run that was
+ended.
 """
 
 import json
@@ -23,7 +24,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from math import exp, log, prod
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import click
@@ -106,7 +106,7 @@ def dither(source: Path, published: Path, out: Path) -> None:
 
 
 def make(asked: Any, name: str, method: str, folder: Path) -> Path:
-    """Write a candidate into an empty folder, and return its path."""
+    """Write a candidate into a folder, and return its path."""
     if method in (PLAIN, WEIGHED, WEIGHED_WHOLE):
         return _theirs(asked, name, method, folder)
     rules, out = folder / "rules.json", folder / "out"
@@ -188,9 +188,14 @@ def over_theirs(row: Row, rows: Sequence[Row], key: str) -> float | None:
 
 
 def _score(asked: Any, name: str, method: str, texts: real.Texts) -> real.Sums:
-    with TemporaryDirectory(dir=asked.keep.parent) as folder:
-        made = make(asked, name, method, Path(folder))
-        return sizes(made) | texts.sums(real.logits_of(made, asked.threads))
+    begun = f"{asked.source.stem} {asked.samples} {name} {method}"
+    # What was begun there goes on.
+    folder = asked.keep.with_name(re.sub(r"[^\w.]+", "-", begun))
+    folder.mkdir(exist_ok=True)
+    made = make(asked, name, method, folder)
+    found = sizes(made) | texts.sums(real.logits_of(made, asked.threads))
+    shutil.rmtree(folder)
+    return found
 
 
 @experiment(
