@@ -35,6 +35,7 @@ from bench.record import Row
 from clocher_kernels.quant_tensor import QuantTensor
 from clocher_runtime.checkpoints import open_checkpoint
 from clocher_runtime.checkpoints.gguf.file import GgufFile
+from clocher_runtime.checkpoints.locate import holds_model
 from clocher_runtime.command.flags import option
 from clocher_runtime.command.parameters import COUNT, PATH
 
@@ -126,7 +127,8 @@ def make(asked: Any, name: str, method: str, folder: Path) -> Path:
     if name == ALLOCATED:
         inner, outer = map(_params, _matrices(asked.source))
         command += ["--target-bpw", (_INNER * inner + _OUTER * outer) / (inner + outer)]
-    output_of(command)
+    if not holds_model(out):  # else it was ended while it was scored
+        output_of(command)
     return out
 
 
@@ -187,11 +189,9 @@ def over_theirs(row: Row, rows: Sequence[Row], key: str) -> float | None:
     return float(row[key] / exp(np.interp(row["mib"], sizes, [value for _, value in known])))
 
 
-def _score(asked: Any, name: str, method: str, texts: real.Texts) -> real.Sums:
-    begun = f"{asked.source.stem} {asked.samples} {name} {method}"
-    # What was begun there goes on.
-    folder = asked.keep.with_name(re.sub(r"[^\w.]+", "-", begun))
-    folder.mkdir(exist_ok=True)
+def _score(asked: Any, key: str, name: str, method: str, texts: real.Texts) -> real.Sums:
+    folder = asked.keep.with_name(re.sub(r"[^\w.]+", "-", key))
+    folder.mkdir(exist_ok=True)  # What was begun there goes on.
     made = make(asked, name, method, folder)
     found = sizes(made) | texts.sums(real.logits_of(made, asked.threads))
     shutil.rmtree(folder)
@@ -231,7 +231,7 @@ def main(asked: Any) -> Iterator[Row]:
     for name, method in candidates(asked.llama is not None):
         key = f"{model} {asked.samples} {name} {method}"
         if re.search(asked.only, f"{name} {method}"):
-            parts.do(key, partial(_score, asked, name, method, texts))
+            parts.do(key, partial(_score, asked, key, name, method, texts))
         if found := parts.get(key):
             row: Row = {"model": model, "format": name, "method": method, "mib": found["mib"]}
             row |= {key: found.get(key) for key in ("bits", "all_bits")}

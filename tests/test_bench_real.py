@@ -130,11 +130,18 @@ def test_divergences_are_compared_at_equal_bytes() -> None:
     assert over_theirs({**own, "mib": 111}, [*theirs, own], "kld") is None
 
 
-def test_a_real_shape_is_quantised_and_scored(tmp_path: Path) -> None:
+def test_a_real_shape_is_quantised_and_scored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = Path(__file__).parent / "data/clocher-tiny-llama"
     out = tmp_path / "rows.json"
     words = ["--model-dir", model, "--calib-text", TEXT, "--text", TEXT, "--tokens", 255]
     words += ["--only", "(int4 g32|int8) rtn", "--keep", tmp_path / "parts", "--json", out]
+    with monkeypatch.context() as ended, pytest.raises(SystemExit):
+        ended.setattr(quantise, "sizes", lambda made: 1 / 0)
+        quantise.main.main([*map(str, words), "--threads", "1"])
+    (begun,) = (path for path in tmp_path.iterdir() if path.is_dir())  # where the next one goes on
+    assert "int4-g32-rtn" in begun.name and (begun / "out").is_dir()
     with pytest.raises(SystemExit, match="0"):
         quantise.main.main([*map(str, words), "--threads", "1"])
     small, large = json.loads(out.read_text())
