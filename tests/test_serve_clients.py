@@ -530,8 +530,8 @@ def test_vllm_bench_measures_what_happens(server, path):
     assert found.text and found.text_s - found.ttft_s < 1e-3 * found.latency_s + 1e-3
     # One event a token; besides one for the role and one for the end. Some tokens have no text.
     assert tokens / 2 < len(found.gaps_s) + 1 <= tokens + 2
-    # A forward that verifies drafts gives up to nine tokens.
-    assert found.reads > tokens / 16, "the answer came in lumps"
+    # Tokens of a 60th of a second come together, but the first.
+    assert found.reads >= 2, "the answer came in one lump"
     assert sum(found.gaps_s) == pytest.approx(found.latency_s - found.ttft_s)
     whole = server.ask(path, **{**body, "stream": False, "stream_options": None}).json()
     choice = whole["choices"][0]

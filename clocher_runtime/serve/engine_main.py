@@ -8,6 +8,7 @@ import select
 import signal
 import socket
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -48,6 +49,8 @@ from clocher_runtime.text.grammar import Grammars
 
 BEAT_S = 1.0
 """Seconds between heartbeats, unless a step takes longer."""
+GATHER_S = 1 / 60
+"""Tokens of shorter steps are sent together: a message costs, and no screen shows more."""
 _COMPILING_S = 0.002
 _NS_PER_S = 1e9
 _OF_REQUEST = (UsageError, NonFinite, ConstraintFailed)
@@ -65,6 +68,7 @@ class _Work:
     pooled: np.ndarray | None = None  # the sum of the hidden states of an embedding, [D]
     passes: int = 0  # forwards of its denoised sequence reported with its tokens
     shown: int = 0  # the same, at the last report of uncommitted tokens
+    begun: bool = False  # it has a token
 
 
 @dataclass(slots=True)
@@ -78,6 +82,7 @@ class EngineLoop:
     _work: dict[int, _Work] = field(default_factory=dict)
     _compiling: dict[int, tuple[Submit, Future[Constraint]]] = field(default_factory=dict)
     _events: list[Made | Unsure | Scored | Failed] = field(default_factory=list)
+    _due: float = 0.0  # when events are sent; 0: now, for a first or last one
 
     def run(self) -> NoReturn:
         """Serve until an error ends this process, as ConnectionResetError: the server is gone."""
@@ -90,15 +95,16 @@ class EngineLoop:
             self._take_compiled()
             if self._work:
                 self._session.step()
-            cancelled = any(isinstance(message, Cancel) for message in messages)
-            if self._work or self._events or cancelled or not ready:
-                self._collect()
+            self._collect()
+            now = time.monotonic()
+            if now >= self._due and (self._work or not self._due or not ready):
                 step = Step(state_of(self._session), self._events)
                 self._sock.sendall(encode(step))
-                self._events = []
+                self._events, self._due = [], now + GATHER_S
 
     def _take(self, message: Submit | Cancel) -> None:
         if isinstance(message, Cancel):
+            self._due = 0.0
             self._compiling.pop(message.id, None)
             if work := self._work.pop(message.id, None):
                 work.generation.close()
@@ -119,6 +125,7 @@ class EngineLoop:
 
     def _fail(self, number: int, error: BaseException) -> None:
         self._events.append(Failed(number, type(error).__name__, str(error)))
+        self._due = 0.0
 
     def _join(self, request: Submit, constraint: Constraint | None) -> None:
         scores: list[tuple[float, Top]] | None = [] if request.pooling or request.scores else None
@@ -171,6 +178,8 @@ class EngineLoop:
         for number, work in list(self._work.items()):
             try:
                 tokens = work.generation.poll()
+                if tokens and (not work.begun or tokens[-1].last):
+                    work.begun, self._due = True, 0.0
                 self._events += _made(work, tokens or ())
                 if work.request.shows and tokens is not None:
                     self._events += self._unsure(work, tokens)
@@ -195,7 +204,7 @@ class EngineLoop:
             return False
         pooled = b"" if work.pooled is None else work.pooled.astype("<f4").tobytes()
         self._events.append(Scored(work.request.id, work.scores, pooled))
-        work.scores = None
+        work.scores, self._due = None, 0.0
         if not work.request.max_new:
             return False
         work.generation = self._generate(work.request, work.constraint)

@@ -111,7 +111,7 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
 
 
 class Step(msgspec.Struct, tag=True, frozen=True):
-    """The results of a step, sent after each step and each second without one (heartbeat)."""
+    """The results of one step or several short ones, or a heartbeat: each second without any."""
 
     state: State
     events: list[Made | Unsure | Scored | Failed]
