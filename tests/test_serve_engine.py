@@ -100,16 +100,14 @@ def test_a_process_that_cannot_be_started_is_tried_again(monkeypatch: pytest.Mon
     assert all("cannot be started: Too many open files" in note for note in notes)
 
 
-def test_who_does_not_read_for_a_time_is_cut_off(monkeypatch: pytest.MonkeyPatch):
+def test_who_does_not_read_for_a_time_is_cut_off():
     async def read_late() -> None:
         cancelled: list[int] = []
-        monkeypatch.setattr(engine_process, "UNREAD_S", 0.05)
         job = Job([7], cancelled.append)
         for token in range(engine_process.MAX_UNREAD + 1):
-            job.put(7, Made(7, token), False)
+            job.put(7, Made(7, token), False, 3.0)
         assert not cancelled, "many tokens at once are no fault of the reader"
-        await asyncio.sleep(0.1)
-        job.put(7, Made(7, 0), False)
+        job.put(7, Made(7, 0), False, 3.1 + engine_process.UNREAD_S)
         assert cancelled == [7]
         with pytest.raises(ApiError, match="not read"):
             await job.read()
@@ -132,10 +130,10 @@ def test_a_sequence_that_ended_gets_nothing_more():
     async def end() -> None:
         cancelled: list[int] = []
         job = Job([3, 4], cancelled.append)
-        job.put(3, Made(3, 1), False)
+        job.put(3, Made(3, 1), False, 0.0)
         job.end(0)
-        job.put(3, Made(3, 2), False)
-        job.put(4, Made(4, 5, "stop"), True)
+        job.put(3, Made(3, 2), False, 0.0)
+        job.put(4, Made(4, 5, "stop"), True, 0.0)
         assert [(news.sequence, news.what.token) for news in await job.read()] == [(0, 1), (1, 5)]
         assert await job.read() == [] and not job._open
         assert cancelled == [3]

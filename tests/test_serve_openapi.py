@@ -45,17 +45,17 @@ class FakeEngine(EngineProcess):
         for number, ask in enumerate(asks):
             top = tuple((token, -1.0) for token in range(max(ask.logprobs, 0)))
             if ask.pooling:
-                job.put(number, Scored(number, [], bytes(4 * 8)), True)
+                job.put(number, Scored(number, [], bytes(4 * 8)), True, 0.0)
                 continue
             if ask.scores:
                 scored = Scored(number, [(-1.0, top)] * (len(ask.ids) - 1))
-                job.put(number, scored, not ask.max_new)
+                job.put(number, scored, not ask.max_new, 0.0)
             made = min(ask.max_new, 4)
             for at in range(made):
                 token = (sum(ask.ids) + ask.sampling["seed"] + 977 * at) % self.ready.vocab_size
                 finish = "length" if at == made - 1 else ""
                 told = -1.0 if ask.logprobs >= 0 else None
-                job.put(number, Made(number, token, finish, told, top), bool(finish))
+                job.put(number, Made(number, token, finish, told, top), bool(finish), 0.0)
         return job
 
 

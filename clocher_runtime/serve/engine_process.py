@@ -98,14 +98,13 @@ class Job:
         late = failure("timeout", seconds=seconds)
         self._limit = asyncio.get_running_loop().call_later(seconds, self.fail, late)
 
-    def put(self, number: int, what: Made | Unsure | Scored, last: bool) -> None:
-        """Add an event to a sequence."""
+    def put(self, number: int, what: Made | Unsure | Scored, last: bool, now: float) -> None:
+        """Add an event to a sequence; `now` is the event loop's time."""
         index = self._open.get(number)
         if index is None:
             return
         if last:
             del self._open[number]
-        now = asyncio.get_running_loop().time()
         if not self._news:
             self._unread_since = now
         self._news.append(News(index, what))
@@ -336,7 +335,7 @@ class EngineProcess:
                     self._note(f"error: a request failed: {event.kind}")  # no text of it
                 found.job.fail(error)
             else:
-                found.job.put(event.request, event, bool(how))
+                found.job.put(event.request, event, bool(how), now)
 
     def _count(self, running: _Running, now: float, left: int) -> None:
         """Count a token; the `left` tokens of a sequence that arrived together share a gap."""
