@@ -3,6 +3,7 @@
 import json
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any, Literal, get_args
 
 import openai
@@ -18,6 +19,7 @@ from serving import Served, model_with_template, serving, that_ends
 from clocher_runtime.checkpoints.locate import embedded_model
 from clocher_runtime.serve import responses
 from clocher_runtime.serve.answers import Answer
+from clocher_runtime.serve.edge import EventAnswer
 from clocher_runtime.serve.errors import ApiError, failure, invalid, to_json
 from clocher_runtime.serve.responses import ResponsesRequest, ResponseStore, ResponseStream
 from clocher_runtime.text.answers import Delta
@@ -35,6 +37,26 @@ TEMPLATE = (
     "<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{%- endfor -%}"
     "{%- if add_generation_prompt -%}<|start|>assistant{%- endif -%}"
 )
+REPEATED = {
+    "instructions": None,
+    "previous_response_id": None,
+    "max_output_tokens": None,
+    "max_tool_calls": None,
+    "prompt_cache_key": None,
+    "safety_identifier": None,
+    "presence_penalty": 0,
+    "frequency_penalty": 0,
+    "top_logprobs": 0,
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "parallel_tool_calls": True,
+    "tool_choice": "auto",
+    "tools": [],
+    "store": True,
+    "metadata": {},
+}
+"""Fields that Open Responses wants in every response, as they are unless the request has them."""
+OWN = {"object": "response", "background": False, "truncation": "disabled"}
 CALLS = {index: f"call_{index}" for index in range(64)}
 WEATHER = {"type": "function", "name": "weather", "parameters": {"type": "object"}, "strict": True}
 
@@ -157,6 +179,9 @@ def test_what_asks_for_nothing_that_is_missing_is_read() -> None:
         ({"prompt": {"id": "p"}}, "prompt"),
         ({"truncation": "auto"}, "truncation"),
         ({"top_logprobs": 21}, "top_logprobs"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"max_tokens": 5}, "max_tokens"),
+        ({"max_completion_tokens": 5}, "max_completion_tokens"),
         ({"text": {"verbosity": "low"}}, "text.verbosity"),
         ({"text": {"format": {"type": "grammar"}}}, "text.format.type"),
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),
@@ -166,6 +191,7 @@ def test_what_asks_for_nothing_that_is_missing_is_read() -> None:
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": {"type": "function", "name": "weather"}}, "tool_choice"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"max_tool_calls": 0}, "max_tool_calls"),
         ({"temperature": 3}, "temperature"),
         ({"reasoning": {"effort": "extreme"}}, "reasoning.effort"),
         ({"metadata": {"a": 3}}, "metadata.a"),
@@ -327,6 +353,8 @@ def test_an_answer_that_fails_says_so(error: ApiError, code: str | None) -> None
     assert last["type"] == "response.failed" and response.status == "failed"
     assert response.error is not None and response.error.code == (code or "invalid_prompt")
     assert response.output[0].status == "incomplete"
+    chat: Any = SimpleNamespace(answer=stream.answer)
+    assert EventAnswer(chat, stream).failed(error).endswith(b"}\n\ndata: [DONE]\n\n")
 
 
 def test_log_probabilities_belong_to_the_text() -> None:
@@ -401,6 +429,34 @@ def test_an_answer_repeats_what_was_asked() -> None:
     assert response.tools[0].to_dict()["name"] == "weather"
     assert response.text is not None and response.text.format is not None
     assert response.text.format.to_dict()["schema"] == {"type": "object"}
+
+
+@pytest.mark.parametrize("finish", ["stop", "length"])
+def test_a_response_has_all_fields_of_open_responses(finish: str) -> None:
+    """As `ResponseResource` of the specification of 2026-04-24: null, but never absent."""
+    first, *_, last = streamed([[Delta("content", "x")]], finish)
+    wanted = {**REPEATED, **OWN, "service_tier": "default", "error": None}
+    for response in (first["response"], last["response"]):
+        assert {name: response.get(name, "absent") for name in wanted} == wanted
+        assert response["reasoning"] == {"effort": None, "summary": None}
+        assert response["text"] == {"format": {"type": "text"}}
+    assert first["response"].get("completed_at", "absent") is None
+    done = last["response"]["completed_at"]
+    assert (done is None) == (finish == "length")
+    assert done is None or 0 <= done - last["response"]["created_at"] < 60
+
+
+def test_an_answer_repeats_limits_and_names() -> None:
+    given = {
+        "presence_penalty": 0.5,
+        "frequency_penalty": -0.5,
+        "top_logprobs": 3,
+        "max_tool_calls": 2,
+        "prompt_cache_key": "k",
+        "safety_identifier": "s",
+    }
+    response = streamed([], "stop", **given)[-1]["response"]
+    assert {name: response[name] for name in given} == given
 
 
 TOKENS = st.lists(
@@ -496,6 +552,8 @@ def test_openai_client_streams(server, client):
     with client.responses.stream(**body, extra_body={"seed": 7}) as stream:
         kinds = [event.type for event in stream]
     assert kinds[-1] == "response.incomplete" and len(kinds) == len(events)
+    *sent, done = server.events("/v1/responses", **body, seed=7)
+    assert done == "[DONE]" and [event["type"] for event in sent] == kinds
 
 
 def test_openai_client_is_told_what_cannot_be_obeyed(server, client):

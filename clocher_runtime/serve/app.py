@@ -81,10 +81,8 @@ class Server:
             kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
             if kind != "application/json":
                 raise failure("unsupported_media_type", got=kind)
-            if len(data) <= SMALL_BODY_BYTES:
-                asked = schema.parse(data)
-            else:
-                asked = await self.prompts.apart(lambda: schema.parse(data))
+            read = partial(schema.parse, data)
+            asked = read() if len(data) <= SMALL_BODY_BYTES else await self.prompts.apart(read)
         self.adapter(getattr(asked, "model", None))
         return asked.on_top_of(self.sampling) if isinstance(asked, SamplingFields) else asked
 

@@ -24,7 +24,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from clocher_runtime.config.commands import is_local
 from clocher_runtime.disk.files import read_bytes
-from clocher_runtime.serve.answers import Pipeline
+from clocher_runtime.serve.answers import DONE, Pipeline
 from clocher_runtime.serve.errors import ApiError, failure, from_exception, invalid, to_json
 
 PUBLIC = frozenset({"/health"})
@@ -280,13 +280,13 @@ class EventAnswer:
 
     def __init__(self, chat: Pipeline, writer: Any) -> None:
         self._chat, self._writer = chat, writer
+        self._end = DONE if chat.answer.kind == "resp_" else b""  # Open Responses, 2026-04-24
 
     async def whole(self) -> dict[str, Any]:
         """Return the response of a request without `stream`; raises ApiError."""
         async for _ in self._steps():
             pass
-        response: dict[str, Any] = self._writer.response()
-        return response
+        return dict(self._writer.response())
 
     async def events(self) -> AsyncIterator[bytes]:
         """Yield the events of a streamed response; the last one has the final status."""
@@ -294,10 +294,11 @@ class EventAnswer:
         async for events in self._steps():
             if events:
                 yield _sent(events)
+        yield self._end
 
     def failed(self, error: ApiError) -> bytes:
         """Return the last events of a failed stream."""
-        return _sent(self._writer.fail(error))
+        return _sent(self._writer.fail(error)) + self._end
 
     async def _steps(self) -> AsyncIterator[list[Event]]:
         (choice,) = self._chat.choices

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 import msgspec
 from pydantic import Discriminator, Field, Tag
 
-from clocher_runtime.serve.answers import Answer
+from clocher_runtime.serve.answers import Answer, now_s
 from clocher_runtime.serve.edge import Event
 from clocher_runtime.serve.errors import ApiError, failure, to_json
 from clocher_runtime.serve.requests import MAX_LOGPROBS, ChatRequest, SamplingFields
@@ -58,9 +58,7 @@ class InputMessage(Schema):
 class ReasoningItem(Schema):
     """What the model thought in an earlier turn."""
 
-    unsupported: ClassVar = {
-        "encrypted_content": ((), "reasoning is never encrypted here; send content")
-    }
+    unsupported: ClassVar = {"encrypted_content": ((), "reasoning is not encrypted; send content")}
 
     type: Literal["reasoning"]
     summary: list[ReasoningPart] | None = None
@@ -110,6 +108,8 @@ class ResponsesRequest(SamplingFields):
         "context_management": (([],), "shorten the input"),
         "truncation": (("disabled",), "shorten the input"),
         "moderation": ((), "leave it out"),
+        "response_format": ((), "use text.format"),
+        **dict.fromkeys(("max_tokens", "max_completion_tokens"), ((), "use max_output_tokens")),
         "n": ((1,), "use /v1/chat/completions"),
         "chat_template": ((), "the model's own template is used"),
     }
@@ -126,6 +126,9 @@ class ResponsesRequest(SamplingFields):
     metadata: Metadata | None = None
     previous_response_id: ShortText | None = None
     store: bool | None = None
+    max_tool_calls: int | None = Field(None, ge=1, description="of the server's tools: it has none")
+    prompt_cache_key: ShortText | None = None
+    safety_identifier: ShortText | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     stop: Stops | None = None
 
@@ -144,7 +147,7 @@ class ResponsesRequest(SamplingFields):
 
     def chat(self) -> ChatRequest:
         """Return the equivalent chat request; raises ApiError if there is none."""
-        same = (*SamplingFields.model_fields, "parallel_tool_calls")
+        same = (*SamplingFields.model_fields, "parallel_tool_calls", "stop")
         choice, wanted = self.tool_choice, self.text and self.text.format
         form = wanted and wanted.model_dump(by_alias=True)
         if isinstance(wanted, FlatSchemaFormat):
@@ -157,7 +160,6 @@ class ResponsesRequest(SamplingFields):
             "tool_choice": named,
             "reasoning_effort": self.reasoning and self.reasoning.effort,
             "response_format": form,
-            "stop": self.stop,
             "logprobs": "message.output_text.logprobs" in (self.include or ())
             or bool(self.top_logprobs),
             "top_logprobs": self.top_logprobs or None,
@@ -201,7 +203,9 @@ _KINDS: Mapping[str, tuple[str, str, str]] = {
 }
 """Kind of a delta -> type of its item, prefix of the item's id, prefix of its events."""
 _REPEATED: Mapping[str, Any] = {
-    **dict.fromkeys(("instructions", "max_output_tokens", "previous_response_id")),
+    **dict.fromkeys(("instructions", "previous_response_id", "max_output_tokens")),
+    **dict.fromkeys(("max_tool_calls", "prompt_cache_key", "safety_identifier")),
+    **dict.fromkeys(("presence_penalty", "frequency_penalty", "top_logprobs"), 0),
     **{"metadata": {}, "store": True, "temperature": 1.0, "top_p": 1.0},
     **{"parallel_tool_calls": True, "tool_choice": "auto", "tools": []},
 }
@@ -229,8 +233,7 @@ class ResponseStore:
         if response not in self._found:
             param = None if code == "response_not_found" else "previous_response_id"
             raise failure(code, param=param, got=response)
-        found: dict[str, Any] = msgspec.json.decode(self._found[response])
-        return found
+        return msgspec.json.decode(self._found[response], type=dict[str, Any])
 
     def drop(self, response: str) -> None:
         """Forget a response; raises ApiError if it is not there."""
@@ -253,6 +256,7 @@ class ResponseStream:
     logprobs: list[Any] = field(default_factory=list)  # of it
     pending: list[Any] = field(default_factory=list)  # log probabilities before the next text
     status: str = "in_progress"
+    completed: int | None = None  # in seconds since 1970
     error: dict[str, Any] | None = None
     reasoning_tokens: int = 0
     sequence: int = 0  # sequence number of the next event
@@ -280,9 +284,10 @@ class ResponseStream:
         self.reasoning_tokens += self.open is not None and self.open["type"] == "reasoning"
 
     def finish(self, finish: str, stop: str | None = None) -> Iterator[Event]:
-        self.status = "incomplete" if finish == "length" else "completed"
+        is_cut = finish == "length"
+        self.status, self.completed = ("incomplete", None) if is_cut else ("completed", now_s())
         yield from self._close(self.status)
-        if finish != "length" and all(item["type"] == "reasoning" for item in self.output):
+        if not is_cut and all(item["type"] == "reasoning" for item in self.output):
             # Clients that expect a message get an empty one.
             yield from self._begin(Delta("content", ""), {})
             yield from self._close(self.status)
@@ -300,7 +305,6 @@ class ResponseStream:
     def response(self) -> dict[str, Any]:
         asked, answer, is_cut = self.request, self.answer, self.status == "incomplete"
         wanted = asked.text and asked.text.format
-        effort = asked.reasoning and asked.reasoning.effort
         given = asked.model_dump(include=set(_REPEATED))
         usage = {
             "input_tokens": answer.prompt_tokens,
@@ -313,16 +317,13 @@ class ResponseStream:
         return {
             "id": self._id("resp"),
             "object": "response",
-            "created_at": answer.created,
-            "status": self.status,
-            "error": self.error,
+            **{"created_at": answer.created, "completed_at": self.completed},
+            **{"status": self.status, "error": self.error, "model": answer.model},
             "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
-            "model": answer.model,
             "output": list(self.output),
             "usage": None if self.status == "in_progress" else usage,
-            "background": False,
-            "truncation": "disabled",
-            "reasoning": {"effort": effort, "summary": None},
+            **{"background": False, "truncation": "disabled", "service_tier": "default"},
+            "reasoning": {"effort": asked.reasoning and asked.reasoning.effort, "summary": None},
             "text": {"format": wanted.model_dump(by_alias=True) if wanted else {"type": "text"}},
             **{name: _REPEATED[name] if value is None else value for name, value in given.items()},
         }
