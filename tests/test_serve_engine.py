@@ -5,6 +5,7 @@ import errno
 import os
 import re
 import signal
+import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -98,6 +99,23 @@ def test_a_process_that_cannot_be_started_is_tried_again(monkeypatch: pytest.Mon
     notes = with_engine(look)
     assert len(notes) == 2
     assert all("cannot be started: Too many open files" in note for note in notes)
+
+
+def test_a_pause_of_both_processes_is_no_fault_of_the_engine(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(engine_process, "QUIET_S", 1.5)
+    monkeypatch.setattr(engine_process, "WEDGED_S", 1.5)
+
+    async def pause(engine: EngineProcess) -> None:
+        job = engine.submit([ASK])
+        await job.read()
+        paused = engine.pid
+        os.kill(paused, signal.SIGSTOP)
+        time.sleep(4.0)  # nothing of this process runs either
+        await asyncio.sleep(0.1)
+        os.kill(paused, signal.SIGCONT)
+        assert await job.read() and engine.pid == paused
+
+    assert not with_engine(pause)
 
 
 def test_who_does_not_read_for_a_time_is_cut_off():

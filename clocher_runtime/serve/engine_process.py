@@ -291,7 +291,10 @@ class EngineProcess:
                 if self.ready and self.age_s > max(WEDGED_S, 20 * self.step_s):
                     self._silent_s = self.age_s
                     self._kill()
+                began = loop.time()
                 await asyncio.wait({line.ended}, timeout=1.0)
+                if loop.time() - began > QUIET_S:  # this process was paused, the engine perhaps too
+                    self._heard = loop.time()
         finally:
             self._writer.close()
             self._writer = None
