@@ -217,10 +217,7 @@ def byte_pieces(array: np.ndarray) -> Iterator[memoryview]:
 
 def sha256_of(array: np.ndarray) -> str:
     """Return the SHA-256 of an array's bytes."""
-    digest = hashlib.sha256()
-    for piece in byte_pieces(array):
-        digest.update(piece)
-    return digest.hexdigest()
+    return hashlib.sha256(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data).hexdigest()
 
 
 def read_ahead(paths: Sequence[Path]) -> None:
