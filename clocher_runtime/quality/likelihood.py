@@ -170,13 +170,6 @@ Item = Question | Target
 Scores = Sequence[Likelihood]
 
 
-def score_items(
-    scorer: Scorer, items: Sequence[Item], progress: Progress | None = None
-) -> Sequence[Scores]:
-    """Return the scores of each item: of its choices, or its continuation."""
-    return scorer.grouped([*pairs_of(scorer, items)], progress)
-
-
 def metrics(items: Sequence[Item], scores: Sequence[Scores]) -> dict[str, Any]:
     """Return metrics of scored items by kind: "questions" and "targets"."""
     both = list(zip(items, scores, strict=True))
