@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from clocher_kernels.errors import FormatError, UsageError
+from clocher_kernels.errors import UsageError
 from clocher_kernels.formats import Int4, Int8
 from clocher_kernels.quant_tensor import QuantTensor
 from clocher_runtime.checkpoints.checkpoint import JSON_NAME, Checkpoint, lazy_tensor
@@ -20,7 +20,7 @@ from clocher_runtime.convert.q4_map import Q4Map, load_q4_map, parse_q4_map, wri
 from clocher_runtime.convert.rounding import round_tensor
 from clocher_runtime.disk.files import read_bytes
 from clocher_runtime.disk.kept import Kept
-from clocher_runtime.disk.strict_json import MAX_JSON_BYTES, parse_object
+from clocher_runtime.disk.strict_json import MAX_JSON_BYTES, parse_object, prefixed
 from clocher_runtime.engine.load import load_model
 from clocher_runtime.quality.compare import Documents
 from clocher_runtime.quality.evaluate import Evaluation, Record, evaluate
@@ -203,10 +203,8 @@ def _quantise(job: Job, plan: QuantPlan, planes: PlaneFile, tell: Progress) -> I
         source = job.checkpoint.tensor(name, verify=True)
         record = planes.records.get(name, ROUNDED)
         if record is ROUNDED:
-            try:
+            with prefixed(f"tensor {name!r}"):
                 tensor = round_tensor(source, planned.format, planned.clip, job.threads)
-            except FormatError as error:
-                raise FormatError(f"tensor {name!r}: {error}") from None
         else:
             tensor = planes.tensor(name)
         found = measure(name, source, tensor, record["method"])
