@@ -224,7 +224,7 @@ def verify(
     checks: Checks,
     reference: Reference | None,
     encode: Encode | None,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Callable[[int, int], None] = lambda *_: None,
 ) -> Report:
     """Compare traces with a reference; None compares no steps. UsageError if not greedy."""
     if reference is not None:
@@ -246,8 +246,7 @@ def verify(
             for step, row in enumerate(logits):
                 overlap = _check_step(report, checks, number, trace, step, row)
                 overlaps += [] if overlap is None else [overlap]
-        if progress is not None:
-            progress(number + 1, len(traces))
+        progress(number + 1, len(traces))
     if overlaps:
         report.topk_overlap = float(np.mean(overlaps))
     return report
