@@ -6,7 +6,7 @@ import pytest
 
 from clocher_runtime.speculation.draft import CONFIDENCE, UNSEEN, Draft, Pending, Track
 from clocher_runtime.speculation.gate import DraftModelGate, ForwardCosts, draft_depth, goes_on
-from clocher_runtime.speculation.speculator import Speculator, account
+from clocher_runtime.speculation.speculator import Speculator
 
 Wanted = Callable[[Mapping["Reader", Draft]], bool]
 
@@ -178,8 +178,7 @@ def test_a_model_that_becomes_right_is_asked_again() -> None:
 
 
 def said(run: Run) -> str:
-    speculator = run.speculator
-    return account(speculator.costs, speculator.counts, None, speculator.draft_ns).reason
+    return run.speculator.account(run.speculator.counts).reason
 
 
 def test_a_slow_model_is_only_looked_at() -> None:

@@ -275,7 +275,7 @@ def test_a_killed_run_goes_on_and_gives_the_same_bytes(tmp_path):
         plan,
         text,
         planes=broken,
-        progress=lambda done, total, what: layers.append((done, total, what)),
+        progress=lambda what, done, total: layers.append((done, total, what)),
     )
     assert broken.records == expected
     assert same(whole.tensors, broken.tensors)

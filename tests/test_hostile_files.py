@@ -31,7 +31,6 @@ from weight_files import (
 from clocher_kernels.errors import FormatError, ModelError, UsageError
 from clocher_runtime.checkpoints import open_checkpoint
 from clocher_runtime.convert.q4_map import load_q4_map
-from clocher_runtime.disk.files import MappedFile
 from clocher_runtime.disk.strict_json import parse_json
 
 MEMORY = 128 << 20
@@ -290,13 +289,3 @@ def test_a_file_larger_than_its_limit_is_not_read(tmp_path: Path) -> None:
         file.truncate(1 << 40)
     with pytest.raises(FormatError, match=r"config\.json: 1099511627776 bytes; the limit"):
         open_checkpoint(model)
-
-
-def test_reading_ahead_takes_any_view(tmp_path: Path) -> None:
-    (tmp_path / "data").write_bytes(bytes(range(256)) * 64)
-    file = MappedFile(tmp_path / "data")
-    whole = file.bytes(0, file.nbytes)
-    for view in (whole, whole[5000:9000], whole[-1:], whole[:0], whole[::2], np.zeros(9)):
-        file.read_ahead(view)
-    file.read_ahead(np.broadcast_to(whole[-1:], (1 << 40,)))
-    assert whole[300] == 300 % 256

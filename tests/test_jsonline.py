@@ -25,8 +25,7 @@ from clocher_runtime.engine.binding import PagesRead
 from clocher_runtime.engine.requests import Token
 from clocher_runtime.engine.timing import TimedWindow
 from clocher_runtime.exit_codes import ExitCode
-from clocher_runtime.speculation.gate import ForwardCosts
-from clocher_runtime.speculation.speculator import Account, Counts, account
+from clocher_runtime.speculation.speculator import Account, Counts, Speculator
 from clocher_runtime.text.prompts import Prompt, PromptPipeline
 
 DOCUMENT = Path(__file__).parent.parent / "docs" / "json-line.md"
@@ -141,7 +140,8 @@ class ScriptedSession:
         self.config = SimpleNamespace(act_sparsity=None, attn="topk:256")
         self.model, self.sizes = MODEL, SimpleNamespace(cache_dtype="f32")
         self.diffusion = "off"
-        self.speculate, self.costs, self.counts = "off", ForwardCosts(9), Counts(forwards=7, sent=3)
+        self.speculate, self.counts = "off", Counts(forwards=7, sent=3)
+        self.speculator = Speculator(lambda: None, 9)
 
     def synchronize(self):
         pass
@@ -150,7 +150,7 @@ class ScriptedSession:
         return None
 
     def speculation(self, before=None):
-        return account(self.costs, self.counts, before)
+        return self.speculator.account(self.counts.since(before or Counts()))
 
     def generate(self, prompts, max_new, sampling, stop_ids, window, after_token, *, logits):
         self.calls.append([list(p) for p in prompts])
@@ -335,7 +335,8 @@ def test_guesses_are_those_of_the_window(line_of, engine):
     session = engine.session
     off = line_of([[1]], max_new=2)["speculation"]
     assert (off["mode"], off["passes"], off["reason"]) == ("off", 0, "switched off")
-    session.speculate, session.costs.ns = "auto", [50.0, 100.0, *[110.0] * 6, 120.0, 130.0]
+    session.speculate = "auto"
+    session.speculator.costs.ns = [50.0, 100.0, *[110.0] * 6, 120.0, 130.0]
     generate = session.generate
 
     def guessing(*args, **named):

@@ -18,7 +18,7 @@ from clocher_runtime.quality.likelihood import (
     Scorer,
     Target,
     metrics,
-    score_items,
+    pairs_of,
 )
 from clocher_runtime.subcommands.quality import quality
 
@@ -133,7 +133,7 @@ def test_choices_and_continuations_have_the_metrics_of_the_harness(
         Question("import ", ("zebra", "os", "sys"), 0),
         Target("for index in", " range"),
     ]
-    found = metrics(items, score_items(scorer, items))
+    found = metrics(items, scorer.grouped([*pairs_of(scorer, items)]))
     right, normed = 0, 0
     for each in items[:2]:
         sums = [plain(theirs, scorer.pair(each.context, c)).logprob for c in each.choices]

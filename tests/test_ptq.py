@@ -429,7 +429,7 @@ def stand_in(
                 raise KeyboardInterrupt
             fmt = plan.tensors[name].format
             planes.add(name, round_tensor(checkpoint.tensor(name), fmt, parse_clip("mse")), record)
-        progress(number + 1, len(names), name)
+        progress(name, number + 1, len(names))
 
 
 def calibrated_job(out: Path, seed: int = 0) -> Job:

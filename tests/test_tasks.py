@@ -137,13 +137,13 @@ def test_what_is_kept_is_not_done_again(
     kept.write_text(kept.read_text() + '{"item": "torn', encoding="utf-8")
     capsys.readouterr()
     scored: list[int] = []
-    score = tasks.likelihood.score_items
+    score = tasks.Scorer.grouped
 
-    def counting(scorer, items, progress):
-        scored.append(len(items))
-        return score(scorer, items, progress)
+    def counting(scorer, groups, progress):
+        scored.append(len(groups))
+        return score(scorer, groups, progress)
 
-    monkeypatch.setattr(tasks.likelihood, "score_items", counting)
+    monkeypatch.setattr(tasks.Scorer, "grouped", counting)
     assert quality.run(words) == 0
     got = capsys.readouterr()
     line = json.loads(got.out)

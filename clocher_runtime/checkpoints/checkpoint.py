@@ -134,14 +134,6 @@ class Checkpoint:
         for file in self.files:
             file.check_unchanged()
 
-    def read_ahead(self, name: str) -> None:
-        """Prefetch a tensor whose planes lie in the files as they are."""
-        stored = self._stored(name)
-        if not is_lazy(stored):
-            for plane in stored.planes.values():
-                for file in self.files:
-                    file.read_ahead(plane)
-
     def release(self) -> None:
         """Let the kernel drop the resident pages of the weight files."""
         for file in self.files:

@@ -104,9 +104,8 @@ class Q4Map:
     rules: tuple[Rule, ...]  # in order; the first match decides
     document: Mapping[str, Any]  # its JSON for the record, its hash instead of `tensors`, `kept`
     requantize: bool = False  # whether tensors that are quantised already are quantised anew
-    entries: Mapping[str, q4_entries.Entry] | None = (
-        None  # what was done; None in a manifest of rules alone
-    )
+    # What was done; None in a manifest of rules alone.
+    entries: Mapping[str, q4_entries.Entry] | None = None
     kept: Mapping[str, str] = field(default_factory=dict)  # the other tensors, with the reason
     planes: q4_entries.Planes | None = None  # the file with planes that rounding does not give
 

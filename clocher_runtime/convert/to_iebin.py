@@ -46,8 +46,6 @@ def prepared(
         for index, name in enumerate(names):
             result = upcoming.pop().result()
             upcoming = [ahead.submit(one, later) for later in names[index + 1 : index + 2]]
-            for later in names[index + 2 : index + 3]:
-                source.read_ahead(later)
             yield name, result
             del result
 

@@ -136,7 +136,7 @@ class MappedFile(mmap.mmap):
         self.path, self.nbytes = path, size
         self._absolute, self._opened = os.path.abspath(path), found
         self._mtime_ns = found.st_mtime_ns
-        self._address = _address(self.bytes(0, size))
+        self._address = int(self.bytes(0, size).ctypes.data)
         if size <= _MAX_POINTER_BYTES:
             _refuse_pointer(self[:], path)
         _MAPPED.add(self)
@@ -195,13 +195,6 @@ class MappedFile(mmap.mmap):
                 digest.update(os.pread(file.fileno(), mmap.PAGESIZE, place * mmap.PAGESIZE))
         return digest.hexdigest()
 
-    def read_ahead(self, view: np.ndarray) -> None:
-        """Ask the kernel to prefetch a view's pages; views of other memory are ignored."""
-        start = _address(view) - self._address
-        if view.nbytes and 0 <= start < self.nbytes:
-            first = start - start % mmap.PAGESIZE
-            self.madvise(mmap.MADV_WILLNEED, first, start + view.nbytes - first)
-
     def sha256(self, progress: Callable[[int], object] = lambda done: None, before: int = 0) -> str:
         """Return the SHA-256, dropping pages on the way; `progress` gets `before` + bytes done."""
         digest = hashlib.sha256()
@@ -224,10 +217,7 @@ def byte_pieces(array: np.ndarray) -> Iterator[memoryview]:
 
 def sha256_of(array: np.ndarray) -> str:
     """Return the SHA-256 of an array's bytes."""
-    digest = hashlib.sha256()
-    for piece in byte_pieces(array):
-        digest.update(piece)
-    return digest.hexdigest()
+    return hashlib.sha256(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data).hexdigest()
 
 
 def read_ahead(paths: Sequence[Path]) -> None:
@@ -264,10 +254,6 @@ def _read_all(paths: Sequence[Path]) -> None:
             with open_regular(path) as descriptor:
                 while os.readv(descriptor, [block]):
                     pass
-
-
-def _address(array: np.ndarray) -> int:
-    return int(array.__array_interface__["data"][0])
 
 
 _Handler = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)

@@ -27,13 +27,7 @@ from clocher_runtime.models.inventory import NORM
 from clocher_runtime.models.spec import ModelSpec
 from clocher_runtime.speculation.draft import SuffixDrafter, Track
 from clocher_runtime.speculation.gate import DraftModelGate
-from clocher_runtime.speculation.speculator import (
-    WITH_DRAFT_MODEL,
-    Account,
-    Counts,
-    Speculator,
-    account,
-)
+from clocher_runtime.speculation.speculator import WITH_DRAFT_MODEL, Account, Counts, Speculator
 
 if TYPE_CHECKING:
     from clocher_runtime.engine.diffusing import Diffusing
@@ -124,9 +118,8 @@ class Session:
     def speculation(self, before: Counts | None = None) -> Account:
         """Return speculation figures, since an earlier state of its counts."""
         forwards, speculator = self.scheduler.forwards, self.scheduler.forwards.speculator
-        if speculator is None:
-            return Account(forwards.counts.since(before or Counts()))
-        return account(speculator.costs, speculator.counts, before, speculator.draft_ns)
+        counts = (speculator or forwards).counts.since(before or Counts())
+        return speculator.account(counts) if speculator else Account(counts)
 
     def warm(self) -> None:
         """Run one step, so that every kernel is compiled. Raises SessionBusy, UsageError."""

@@ -124,14 +124,13 @@ class Comparison(NamedTuple):
 
 
 def compare(
-    reference: Logits, model: Logits, documents: Documents, progress: Progress | None = None
+    reference: Logits, model: Logits, documents: Documents, progress: Progress = lambda *_: None
 ) -> Comparison:
     """Score every window with both models, two windows of logits in memory; ModelError."""
     parts = []
     for number, ids in enumerate(documents.windows):
         parts.append(score_window(reference(ids), model(ids), ids))
-        if progress is not None:
-            progress(number + 1, len(documents.windows))
+        progress(number + 1, len(documents.windows))
     scores = _joined(parts)
     lengths = [len(ids) - 1 for ids in documents.windows]
     owner = np.repeat(np.array(documents.owner, np.int64), lengths)

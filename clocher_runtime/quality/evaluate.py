@@ -27,6 +27,7 @@ from clocher_runtime.quality.statistics import Estimate
 from clocher_runtime.quality.tensor_error import TensorError, measure, same
 
 Progress = Callable[[str, int, int], None]
+"""Gets what is done, how much of it, and of how much."""
 
 _CHUNK = 256
 _DECODED = 64
@@ -83,9 +84,9 @@ def evaluate(
     *,
     config: EngineConfig = WEIGHTS_ALONE,
     limits_class: str | None = None,
-    given: Mapping[str, float | int | None] | None = None,
-    records: Mapping[str, Record] | None = None,
-    progress: Progress | None = None,
+    given: Mapping[str, float | int | None] = {},
+    records: Mapping[str, Record] = {},
+    progress: Progress = lambda *_: None,
 ) -> Evaluation:
     """Judge a model against the float model that it was made from.
 
@@ -94,20 +95,19 @@ def evaluate(
     manifest's. Raises ModelError, UsageError, OutOfMemory.
     """
     check_alike(reference, model)
-    tell = progress or (lambda what, done, total: None)
-    errors = weight_errors(reference, model, records, tell)
+    errors = weight_errors(reference, model, records, progress)
     exact = config.exact()
     settings = ["kv"] * (replace(config, act_prec=exact.act_prec) != exact)
     settings += ["int8"] * (config.act_prec in (None, "int8"))
     formats = [parse_format(error.format) for error in errors]
     name, limits = choose_limits(formats, settings, limits_class)
-    limits = override(limits, **(given or {}))
+    limits = override(limits, **given)
     with (
         closing(scoring(model, documents.window, config)) as judged,
         closing(scoring(reference, documents.window, exact)) as own,
     ):
         compared = compare(
-            own.logits, judged.logits, documents, lambda *done: tell("windows", *done)
+            own.logits, judged.logits, documents, lambda *done: progress("windows", *done)
         )
     summary = summarise(compared)
     checks = tensor_checks(errors, limits.min_cosine) + text_checks(summary, limits)
@@ -129,18 +129,17 @@ def check_alike(reference: Model, model: Model) -> None:
 def weight_errors(
     reference: Model,
     model: Model,
-    records: Mapping[str, Record] | None = None,
-    progress: Progress | None = None,
+    records: Mapping[str, Record] = {},
+    progress: Progress = lambda *_: None,
 ) -> tuple[TensorError, ...]:
     """Return the errors of all tensors that are stored differently."""
     errors = []
     for number, (name, tensor) in enumerate(model.weights.items(), start=1):
         if not same(reference.weights[name], tensor):
-            method, nmse, nmse_rtn = (records or {}).get(name, Record())
+            method, nmse, nmse_rtn = records.get(name, Record())
             error = measure(name, reference.weights[name], tensor, method)
             errors.append(replace(error, out_nmse=nmse, out_nmse_rtn=nmse_rtn))
-        if progress is not None:
-            progress("weights", number, len(model.weights))
+        progress("weights", number, len(model.weights))
     return tuple(errors)
 
 

@@ -74,7 +74,9 @@ class Scorer:
             pairs.append(Pair(ids[end - longest - 1 : start], ids[start:end]))
         return pairs
 
-    def scores(self, pairs: Sequence[Pair], progress: Progress | None = None) -> list[Likelihood]:
+    def scores(
+        self, pairs: Sequence[Pair], progress: Progress = lambda *_: None
+    ) -> list[Likelihood]:
         """Score continuations, sharing forwards; contexts that are too long lose their beginning.
 
         Raises UsageError for an empty or too long continuation, ClocherError.
@@ -99,15 +101,14 @@ class Scorer:
                     pass
                 running.popleft()
                 found |= reading.scores
-                if progress is not None:
-                    progress(len(found), len(pairs))
+                progress(len(found), len(pairs))
         finally:
             for _, generation in running:
                 generation.close()
         return [found[number] for number in range(len(pairs))]
 
     def grouped(
-        self, groups: Sequence[Sequence[Pair]], progress: Progress | None = None
+        self, groups: Sequence[Sequence[Pair]], progress: Progress = lambda *_: None
     ) -> list[list[Likelihood]]:
         """Return the scores of each group of continuations; see `scores`."""
         found = iter(self.scores([pair for pairs in groups for pair in pairs], progress))
@@ -168,13 +169,6 @@ class Target(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 Item = Question | Target
 Scores = Sequence[Likelihood]
-
-
-def score_items(
-    scorer: Scorer, items: Sequence[Item], progress: Progress | None = None
-) -> Sequence[Scores]:
-    """Return the scores of each item: of its choices, or its continuation."""
-    return scorer.grouped([*pairs_of(scorer, items)], progress)
 
 
 def metrics(items: Sequence[Item], scores: Sequence[Scores]) -> dict[str, Any]:

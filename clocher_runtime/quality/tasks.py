@@ -256,7 +256,7 @@ def run_task(
             said = zip(part, complete(asked, tell), strict=True)
             found: Sequence[Any] = [item.judge(each.text, item.answer) for item, each in said]
         else:
-            found = likelihood.score_items(scorer, part, tell)
+            found = scorer.grouped([*likelihood.pairs_of(scorer, part)], tell)
         for item, each in zip(part, found, strict=True):
             kept.add(_key(item), each)
     every = [kept.get(_key(item), kind) for item in items]

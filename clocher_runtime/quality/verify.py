@@ -16,8 +16,7 @@ import numpy as np
 from msgspec import Meta, Struct
 
 from clocher_kernels.errors import FormatError, ModelError, UsageError
-from clocher_kernels.quant_tensor import QuantTensor
-from clocher_runtime.checkpoints.checkpoint import Checkpoint
+from clocher_runtime.checkpoints.checkpoint import Checkpoint, planes_of
 from clocher_runtime.disk.files import read_bytes
 from clocher_runtime.disk.strict_json import finite, parse_lines, read_as
 
@@ -31,7 +30,7 @@ _Ids = Annotated[tuple[Annotated[int, Meta(ge=0, le=MAX_ID)], ...], Meta(min_len
 _Amount = Annotated[float, Meta(ge=0)]
 _Whole = Annotated[int, Meta(ge=0)]
 
-_SAMPLED_BYTES = 4096
+_SAMPLED = 4096
 
 Verdict = Literal["match", "near-tie", "mismatch"]
 Kind = Literal["prompt", "vocabulary", "token", "logits", "near-tie"]
@@ -88,19 +87,17 @@ def top_logits(logits: np.ndarray, count: int) -> TopLogits:
 def fingerprint(checkpoint: Checkpoint) -> str:
     """Return a SHA-256 that tells models apart without reading all weights; no proof of integrity.
 
-    Covers names, formats, shapes and both ends (4096 elements) of each plane, but no data of
-    repacked tensors. A checkpoint and its unquantised IEBIN conversion agree.
+    Covers names, formats, shapes and both ends (4096 elements) of each plane. A checkpoint and its
+    unquantised IEBIN conversion agree.
     """
     digest = hashlib.sha256()
     for name in sorted(checkpoint.tensors):
         tensor = checkpoint.tensors[name]
         digest.update(f"{name} {tensor.format.name} {list(tensor.shape)}\n".encode())
-        if not isinstance(tensor, QuantTensor):
-            continue
-        for key in sorted(tensor.planes):
-            elements = tensor.planes[key].flat
-            digest.update(elements[:_SAMPLED_BYTES].tobytes())
-            digest.update(elements[-_SAMPLED_BYTES:].tobytes())
+        planes = planes_of(tensor)
+        for key in sorted(planes):
+            digest.update(planes[key].flat[:_SAMPLED].tobytes())
+            digest.update(planes[key].flat[-_SAMPLED:].tobytes())
     return digest.hexdigest()
 
 
@@ -227,7 +224,7 @@ def verify(
     checks: Checks,
     reference: Reference | None,
     encode: Encode | None,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Callable[[int, int], None] = lambda *_: None,
 ) -> Report:
     """Compare traces with a reference; None compares no steps. UsageError if not greedy."""
     if reference is not None:
@@ -249,8 +246,7 @@ def verify(
             for step, row in enumerate(logits):
                 overlap = _check_step(report, checks, number, trace, step, row)
                 overlaps += [] if overlap is None else [overlap]
-        if progress is not None:
-            progress(number + 1, len(traces))
+        progress(number + 1, len(traces))
     if overlaps:
         report.topk_overlap = float(np.mean(overlaps))
     return report

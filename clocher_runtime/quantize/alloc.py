@@ -7,7 +7,7 @@ weighted error relative to that. The upgrade that saves most harm per byte comes
 Source: exllamav3's `measure`; llama.cpp's target-bpw proposal (pull request 15550).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 from zlib import crc32
@@ -24,12 +24,11 @@ from clocher_runtime.convert import imx, trellis
 from clocher_runtime.convert.rounding import look_up, round_tensor
 from clocher_runtime.disk.kept import Kept
 from clocher_runtime.quality.compare import score_window
+from clocher_runtime.quality.evaluate import Progress
 from clocher_runtime.quantize.calibrate import LayerJob
 from clocher_runtime.quantize.capture import ExpertInputs, Observer, RowStore, Walk, make_text
 from clocher_runtime.quantize.gptq import InputStats
 from clocher_runtime.quantize.plan import PlannedTensor, QuantPlan
-
-Progress = Callable[[int, int, str], None]
 
 CANDIDATES: tuple[Format, ...] = (
     *(Int4(symmetric, group, "f16") for group in (128, 64, 32) for symmetric in (True, False)),
@@ -145,7 +144,7 @@ def allocate(
     kept: Kept,
     threads: int = 1,
     seed: int = 0,
-    progress: Progress | None = None,
+    progress: Progress = lambda *_: None,
 ) -> tuple[QuantPlan, dict[str, Any]]:
     """Choose formats for the linears of the blocks to meet a size; other tensors keep theirs.
 
@@ -253,9 +252,9 @@ def measure_units(
     fmt: Format,
     text_ids: Sequence[Sequence[int]],
     kept: Kept,
-    threads: int = 1,
-    seed: int = 0,
-    progress: Progress | None = None,
+    threads: int,
+    seed: int,
+    progress: Progress,
 ) -> tuple[dict[str, float], dict[str, np.ndarray], int]:
     """Measure each unit's harm alone in a format; half of the sequences fit, half measure.
 
@@ -300,8 +299,7 @@ def measure_units(
                 kept.add(name, _divergence(judge, reference))
                 judge.state.take(before)
             kld[name] = kept.get(name, float)
-            if progress is not None:
-                progress(len(kld), len(units), name)
+            progress(f"allocating: {name}", len(kld), len(units))
         walk.layers([layer])
         judge.layers([layer])
     return kld, importance, int(walk.text.held.sum())

@@ -17,6 +17,7 @@ from clocher_runtime.checkpoints.checkpoint import Checkpoint
 from clocher_runtime.convert.q4_entries import PlaneFile, part_of
 from clocher_runtime.convert.rounding import look_up, row_part, whole_steps
 from clocher_runtime.models.inventory import layer_name
+from clocher_runtime.quality.evaluate import Progress
 from clocher_runtime.quantize.capture import ExpertInputs, Hidden, Observer, Walk, make_text
 from clocher_runtime.quantize.gptq import (
     HELD_ROWS,
@@ -29,8 +30,6 @@ from clocher_runtime.quantize.gptq import (
     solve_matrix,
 )
 from clocher_runtime.quantize.plan import PlannedTensor, QuantPlan
-
-Progress = Callable[[int, int, str], None]
 
 POOL_ROWS = 2048
 """Tokens of a layer shown to every expert with few of its own."""
@@ -187,7 +186,7 @@ def calibrate(
     planes: PlaneFile,
     threads: int = 1,
     seed: int = 0,
-    progress: Progress | None = None,
+    progress: Progress = lambda *_: None,
     note: Callable[[str], None] = lambda _: None,
 ) -> None:
     """Quantise "imx" and "gptq" tensors by layers; 1 in 16 sequences is held out. UsageError."""
@@ -215,22 +214,21 @@ def calibrate(
         for name, tensor in job.finish().items():
             planes.add(name, tensor, job.records[name])
 
-    tell = progress or (lambda done, total, part: None)
     total = walk.spec.num_layers + ("rest" in left)
     for index in range(walk.spec.num_layers):
         if not left:
             break
         part = part_of(layer_name(index, ""))
         job = LayerJob(walk, left.pop(part), threads, seed) if part in left else None
-        tell(index, total, part)
+        progress(f"calibrating: {part}", index, total)
         walk.layer(index, job)
         if job:
             finish(job)
         walk.advance()
-        tell(index + 1, total, part)
+        progress(f"calibrating: {part}", index + 1, total)
     if left:
         job = LayerJob(walk, left.pop("rest"), threads, seed)
-        tell(total - 1, total, "rest")
+        progress("calibrating: rest", total - 1, total)
         walk.head_inputs(job)
         finish(job)
-        tell(total, total, "rest")
+        progress("calibrating: rest", total, total)

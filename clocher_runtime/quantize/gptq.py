@@ -52,10 +52,7 @@ def shrink(hessian: np.ndarray, tokens: int, pooled: np.ndarray) -> np.ndarray:
 
 
 def factorise(
-    hessian: np.ndarray,
-    damp: float = DAMP,
-    dtype: type[np.floating] = np.float32,
-    order: np.ndarray | None = None,
+    hessian: np.ndarray, dtype: type[np.floating] = np.float32, order: np.ndarray | None = None
 ) -> Factor | None:
     """Factorise a Hessian [K, K] in float64, damped as needed; None if impossible or zero.
 
@@ -71,7 +68,7 @@ def factorise(
     flat = work.reshape(-1)[:: len(work) + 1]
     base = flat.copy()
     for factor in _LADDER:
-        np.add(base, damp * factor * mean, out=flat)
+        np.add(base, DAMP * factor * mean, out=flat)
         try:
             lower = np.linalg.cholesky(work)
         except np.linalg.LinAlgError:
@@ -80,7 +77,7 @@ def factorise(
             continue
         del work, flat
         _invert_lower(lower)
-        return Factor(order, np.ascontiguousarray(lower[::-1, ::-1], dtype), damp * factor)
+        return Factor(order, np.ascontiguousarray(lower[::-1, ::-1], dtype), DAMP * factor)
     return None
 
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from clocher_kernels.errors import FormatError, UsageError
+from clocher_kernels.errors import UsageError
 from clocher_kernels.formats import Int4, Int8
 from clocher_kernels.quant_tensor import QuantTensor
 from clocher_runtime.checkpoints.checkpoint import JSON_NAME, Checkpoint, lazy_tensor
@@ -20,10 +20,10 @@ from clocher_runtime.convert.q4_map import Q4Map, load_q4_map, parse_q4_map, wri
 from clocher_runtime.convert.rounding import round_tensor
 from clocher_runtime.disk.files import read_bytes
 from clocher_runtime.disk.kept import Kept
-from clocher_runtime.disk.strict_json import MAX_JSON_BYTES, parse_object
+from clocher_runtime.disk.strict_json import MAX_JSON_BYTES, parse_object, prefixed
 from clocher_runtime.engine.load import load_model
 from clocher_runtime.quality.compare import Documents
-from clocher_runtime.quality.evaluate import Evaluation, Record, evaluate
+from clocher_runtime.quality.evaluate import Evaluation, Progress, Record, evaluate
 from clocher_runtime.quality.gate import Check, Verdict, tensor_checks, worst
 from clocher_runtime.quality.tensor_error import measure
 from clocher_runtime.quantize.alloc import allocate, at_most
@@ -40,8 +40,6 @@ from clocher_runtime.quantize.plan import (
 
 MANIFEST = "q4_manifest.json"
 """Records, beside an IEBIN, what `clocher quantize` did to each tensor, and how good it is."""
-
-Progress = Callable[[str, int, int], None]
 
 
 class CalibrationText(NamedTuple):
@@ -104,22 +102,15 @@ def rejected_path(out: Path) -> Path:
 def run_job(
     job: Job,
     plan: QuantPlan,
-    progress: Progress | None = None,
+    tell: Progress = lambda *_: None,
     note: Callable[[str], None] = lambda _: None,
 ) -> Outcome:
     """Quantise, judge, and write the manifest, resuming a killed run of the same job.
 
     `note` gets a line for people if it resumes.
     """
-    tell = progress or (lambda what, done, total: None)
-
-    def settings(what: str) -> dict[str, Any]:
-        def under(done: int, total: int, where: str) -> None:
-            tell(f"{what}: {where}", done, total)
-
-        return {"threads": job.threads, "seed": job.seed, "progress": under}
-
     checkpoint = job.checkpoint
+    settings: dict[str, Any] = {"threads": job.threads, "seed": job.seed, "progress": tell}
     job.out.parent.mkdir(parents=True, exist_ok=True)
     for path in (job.out, rejected_path(job.out)):
         path.unlink(missing_ok=True)
@@ -135,15 +126,14 @@ def run_job(
     allocation: Mapping[str, Any] = {}
     measured = job.out.with_name(f"{job.out.stem}.allocation.jsonl")
     if job.target_bpw is not None:
-        kept, more = Kept(measured, _fingerprint(job, plan, source)), settings("allocating")
+        kept = Kept(measured, _fingerprint(job, plan, source))
         plan, allocation = allocate(
-            checkpoint, plan, text, target_bpw=job.target_bpw, kept=kept, **more
+            checkpoint, plan, text, target_bpw=job.target_bpw, kept=kept, **settings
         )
         sections["allocation"] = allocation
     with PlaneFile(job.out, _fingerprint(job, plan, source)) as planes:
         if plan.calibrated:
-            more = settings("calibrating")
-            calibrate(checkpoint, plan, text, planes=planes, note=note, **more)
+            calibrate(checkpoint, plan, text, planes=planes, note=note, **settings)
         file = planes.finish()
         done = tuple(_quantise(job, plan, planes, tell))
     rules = job.rules.document["rules"]
@@ -203,10 +193,8 @@ def _quantise(job: Job, plan: QuantPlan, planes: PlaneFile, tell: Progress) -> I
         source = job.checkpoint.tensor(name, verify=True)
         record = planes.records.get(name, ROUNDED)
         if record is ROUNDED:
-            try:
+            with prefixed(f"tensor {name!r}"):
                 tensor = round_tensor(source, planned.format, planned.clip, job.threads)
-            except FormatError as error:
-                raise FormatError(f"tensor {name!r}: {error}") from None
         else:
             tensor = planes.tensor(name)
         found = measure(name, source, tensor, record["method"])

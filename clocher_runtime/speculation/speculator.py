@@ -102,16 +102,6 @@ class Account:
         return f"drafts not worth verifying: acceptance expected too low{found}"
 
 
-def account(
-    costs: ForwardCosts, now: Counts, before: Counts | None = None, draft_ns: float = 0.0
-) -> Account:
-    """Return the figures counted since an earlier state."""
-    ns, since = costs.ns, now.since(before or Counts())
-    if len(ns) <= DRAWN or ns[1] <= 0:
-        return Account(since)
-    return Account(since, ns[DRAWN] / ns[1], draft_ns / ns[1] if draft_ns else math.nan)
-
-
 class Speculator:
     """Drafts for a session's sequences; `make` returns the drafter of a new one."""
 
@@ -125,11 +115,13 @@ class Speculator:
         self._make, self._gate, self._refused = make, gate, 0
         self._rates = AcceptanceRates([rate for rates in PRIORS.values() for rate in rates])
 
-    @property
-    def draft_ns(self) -> float:
-        """Time of a token of the draft model in nanoseconds; 0 without one."""
-        steps = [] if self._gate is None else self._gate.model.costs.ns
-        return steps[1] if len(steps) > 1 else 0.0
+    def account(self, counts: Counts) -> Account:
+        """Return the figures of some counts, with what forwards cost now."""
+        ns, steps = self.costs.ns, self._gate.model.costs.ns if self._gate else []
+        if len(ns) <= DRAWN or ns[1] <= 0:
+            return Account(counts)
+        cost_of_draft = steps[1] / ns[1] if any(steps[1:2]) else math.nan
+        return Account(counts, ns[DRAWN] / ns[1], cost_of_draft)
 
     def track(self) -> Track:
         """Return what is drafted for a new sequence."""

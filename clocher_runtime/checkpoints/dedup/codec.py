@@ -90,10 +90,7 @@ def pack_trits(places: np.ndarray) -> np.ndarray:
     """Return places in the table, 0 to 2, five a byte, the first one least significant."""
     groups = np.zeros((-(-len(places) // TRITS), TRITS), np.uint8)
     groups.reshape(-1)[: len(places)] = places
-    total = groups[:, TRITS - 1].copy()
-    for place in range(TRITS - 2, -1, -1):
-        total = total * np.uint8(3) + groups[:, place]
-    return total
+    return np.asarray(groups @ 3 ** np.arange(TRITS, dtype=np.uint8))
 
 
 def decoder(

@@ -58,20 +58,15 @@ class DedupFile:
             if verify:
                 self._check_hash(plane, sha256_of(data))
         else:
-            data = np.empty(plane.plane.nbytes, np.uint8)
-            self._decode(number, data)
+            data = self._decoded(plane)
         return data.view(plane.plane.storage).reshape(plane.plane.shape)
 
     def verify(self) -> None:
         """Decode everything; check the SHA-256 of each plane and each file; raises FormatError."""
         for number, plane in enumerate(self.index.planes):
-            if plane.mode == "same":
-                continue
-            if self.in_place(number):
+            if plane.mode != "same":
                 self.plane(number, verify=True)
-            else:
-                self._decode(number)
-            self.release()
+                self.release()
         for kind, file in self._files.items():
             if file.sha256() != self.index.files[kind].sha256:
                 raise FormatError(f"{file.path}: the bytes do not match their SHA-256")
@@ -81,10 +76,10 @@ class DedupFile:
         for file in self.files:
             file.release()
 
-    def _decode(self, number: int, out: np.ndarray | None = None) -> None:
-        """Decode a plane piece by piece, check its hash, and fill `out` with its bytes."""
-        plane, digest = self.index.planes[number], hashlib.sha256()
+    def _decoded(self, plane: dedup_index.StoredPlane) -> np.ndarray:
+        """Decode a plane piece by piece, check its hash, and return its bytes."""
         split, nbytes = codec.SPLITS[plane.split], plane.plane.nbytes
+        out, digest = np.empty(nbytes, np.uint8), hashlib.sha256()
         item, step = split.item.itemsize, PIECE_ITEMS * split.item.itemsize
         with prefixed(f"{self.path}: tensor {plane.tensor!r}, plane {plane.key!r}"):
             decoders = [
@@ -96,9 +91,9 @@ class DedupFile:
                 first, last = (end // item * split.per_item for end in (start, stop))
                 piece = codec.join(split, [one(first, last) for one in decoders]).view(np.uint8)
                 digest.update(piece.data)
-                if out is not None:
-                    out[start:stop] = piece
+                out[start:stop] = piece
         self._check_hash(plane, digest.hexdigest())
+        return out
 
     def _check_hash(self, plane: dedup_index.StoredPlane, found: str) -> None:
         if found != plane.sha256:

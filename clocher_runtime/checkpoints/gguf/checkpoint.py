@@ -280,7 +280,7 @@ def _stored(file: GgufFile, spec: ModelSpec, name: str, need: Need, where: str) 
     shape = (1,) * (rank - len(info.shape)) + info.shape
     shape = (math.prod(shape[: len(shape) - rank + 1]), *shape[len(shape) - rank + 1 :])
     found = stored_blocks(file.data(name), info.kind, shape, where)
-    file.release()  # the scales show which format some types have
+    info.file.release()  # the scales show which format some types have
     if not name.endswith(".attn_k_b.weight"):
         return found
     # A stack of matrices, each transposed.

@@ -113,7 +113,6 @@ class GgufFile:
         """Map and validate a file; FormatError, UnsupportedModel, ModelError or WindowError."""
         self.file = MappedFile(path)
         header = _Header(self.file)
-        self.version = header.version
         self.metadata: Mapping[str, Value] = header.values()
         alignment = self.get("general.alignment", int, 32)
         if not 8 <= alignment <= MAX_ALIGNMENT or alignment & (alignment - 1):
@@ -128,11 +127,6 @@ class GgufFile:
         """Return the bytes of a tensor, u8 [nbytes], as a read-only view of its file."""
         info = self.tensors[name]
         return info.file.bytes(info.offset, info.offset + info.nbytes)
-
-    def release(self) -> None:
-        """Let the kernel drop the resident pages of the files."""
-        for file in self.files:
-            file.release()
 
     def get(self, key: str, kind: type[_T], default: _T | None = None) -> _T:
         """Return an entry; FormatError for another kind, or if missing with no default.
@@ -215,13 +209,11 @@ class _Header:
         magic = self._take(4, "the magic").tobytes()
         if magic != b"GGUF":
             raise FormatError(f"{self._where}: begins with {magic!r}, expected b'GGUF': no GGUF")
-        self.version = self._integer(4)
-        if self.version not in (2, 3):
-            if int.from_bytes(self.version.to_bytes(4, "big"), "little") in (2, 3):
+        version = self._integer(4)
+        if version not in (2, 3):
+            if int.from_bytes(version.to_bytes(4, "big"), "little") in (2, 3):
                 raise UnsupportedModel(f"{self._where}: a big-endian GGUF; convert it again")
-            raise UnsupportedModel(
-                f"{self._where}: GGUF version {self.version}; Clocher reads 2 and 3"
-            )
+            raise UnsupportedModel(f"{self._where}: GGUF version {version}; Clocher reads 2 and 3")
         self._tensor_count = self._count("tensors", MAX_TENSORS, _ENTRY_BYTES)
         self._field_count = self._count("metadata entries", MAX_FIELDS, _FIELD_BYTES)
         self._strings_left = MAX_STRINGS
