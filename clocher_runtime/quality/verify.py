@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 from msgspec import Meta, Struct
 
-from clocher_kernels.errors import FormatError, ModelError, UsageError
+from clocher_kernels.errors import FormatError, ModelError, UsageError, counted
 from clocher_kernels.quant_tensor import QuantTensor
 from clocher_runtime.checkpoints.checkpoint import Checkpoint
 from clocher_runtime.disk.files import read_bytes
@@ -353,4 +353,4 @@ def summary(report: Report, same: bool | None) -> Iterator[str]:
             f"{'-' if largest is None else format(largest, '.3g')}, "
             f"{report.logits_beyond_tol} of {report.traced_steps} steps beyond the tolerance"
         )
-    yield f"{report.verdict} ({report.prompts} prompts)"
+    yield f"{report.verdict} ({counted(report.prompts, 'prompt')})"
