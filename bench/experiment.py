@@ -28,10 +28,11 @@ from clocher_kernels.errors import ClocherError
 from clocher_kernels.formats import parse_format
 from clocher_runtime.command.console import Console
 from clocher_runtime.command.flags import Codes, Command, option, text_of
-from clocher_runtime.command.parameters import COUNT, PATH, Listed
+from clocher_runtime.command.parameters import COUNT, NEW, PATH, Listed
 from clocher_runtime.engine.topology import cpu_name, default_threads, usable_cpus
 from clocher_runtime.exit_codes import ExitCode
 from clocher_runtime.quality.statistics import in_turns, ratio
+from clocher_runtime.subcommands.bench import numbers
 from cpu_fallback.tiles.multiply import OUT, dots
 
 if TYPE_CHECKING:
@@ -81,20 +82,6 @@ def answer_of(url: str, wish: Mapping[str, Any] | None = None) -> Any:
         raise NotMeasured(f"{url}: {error}") from None
 
 
-class _New(click.Path):
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        path = Path(super().convert(value, param, ctx))
-        if not path.parent.is_dir():
-            self.fail(f"{path.parent} is not a directory", param, ctx)
-        return path
-
-
-def _count(text: str) -> int:
-    if not re.fullmatch("[1-9][0-9]{0,5}", text):
-        raise ValueError
-    return int(text)
-
-
 def _sides(text: str) -> tuple[int, int]:
     match = re.fullmatch("([1-9][0-9]{0,6})x([1-9][0-9]{0,6})", text)
     if match is None:
@@ -109,8 +96,7 @@ def _format(text: str) -> str:
         raise click.BadParameter(str(error)) from None
 
 
-NEW = _New(dir_okay=False, path_type=Path)
-COUNTS = Listed(_count, "numbers from 1, such as 1,2")
+COUNTS = numbers(1, 999_999, "1,2")
 SHAPES = Listed(_sides, "NxK, such as 4096x14336")
 FORMATS = Listed(_format, "formats of weights")
 PAGES = ("4k", "2m")

@@ -12,8 +12,8 @@ gives them, of --bits B or of llama-quantize. Clocher reads every result with fp
 an fp32 cache, and compares its logits with those of FLOAT.gguf, on text that was not calibrated
 with. `over llama.cpp` is the KL divergence beside that of llama-quantize with an importance matrix
 at equal bytes, between its next smaller and larger type; importance matrix and calibration read as
-many tokens of CALIB. PARTS keeps what is done, a folder beside it what is begun, for a run that was
-ended.
+many tokens of CALIB. PARTS keeps what is done with these texts, a folder beside it what is begun,
+for a run that was ended.
 """
 
 import json
@@ -22,6 +22,7 @@ import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from hashlib import sha256
 from math import exp, log, prod
 from pathlib import Path
 from typing import Any
@@ -224,7 +225,12 @@ def main(asked: Any) -> Iterator[Row]:
             dither(asked.source, asked.published, part)
             part.rename(out)
         asked.source = out
-    parts, source, model = real.Parts(asked.keep, asked.seconds), asked.source, asked.source.stem
+    read = [path and path.read_bytes() for path in (asked.calib, asked.text, asked.turns)]
+    inputs = sha256(repr([asked.tokens, *read]).encode()).hexdigest()[:16]
+    parts = real.Parts(asked.keep, asked.seconds, inputs=inputs)
+    asked.keep = asked.keep.with_name(f"{asked.keep.name}.{inputs}") / "parts"
+    asked.keep.parent.mkdir(exist_ok=True)  # what lies beside PARTS is of these texts, too
+    source, model = asked.source, asked.source.stem
     exact = partial(real.logits_of, source, asked.threads)
     texts = real.Texts(asked, parts, -(-asked.tokens // real.SCORED), exact)
     rows: list[Row] = []
@@ -233,9 +239,8 @@ def main(asked: Any) -> Iterator[Row]:
         if re.search(asked.only, f"{name} {method}"):
             parts.do(key, partial(_score, asked, key, name, method, texts))
         if found := parts.get(key):
-            row: Row = {"model": model, "format": name, "method": method, "mib": found["mib"]}
-            row |= {key: found.get(key) for key in ("bits", "all_bits")}
-            row |= {"samples": asked.samples}
+            row: Row = {"model": model, "format": name, "method": method, "samples": asked.samples}
+            row |= {key: found[key] for key in ("mib", "bits", "all_bits")}
             rows.append(row | texts.fields(found))
     for row in sorted(rows, key=lambda row: row["mib"]):
         over = {f"over_{kind}": over_theirs(row, rows, f"kld_{kind}") for kind in texts.kinds}

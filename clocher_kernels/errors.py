@@ -1,6 +1,11 @@
 """The errors Clocher raises on purpose: problem, found and expected value, next step."""
 
 
+def counted(count: int, noun: str) -> str:
+    """Return a count with its noun, for messages: "1 token", "2 tokens"."""
+    return f"{count} {noun}{'s' * (count != 1)}"
+
+
 class ClocherError(Exception):
     """Base of every error raised on purpose."""
 

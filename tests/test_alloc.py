@@ -135,7 +135,7 @@ def test_allocating_a_trained_model(tmp_path, monkeypatch):
     lines = allocation_table(record)
     assert len(lines) == 2 + 4
     assert "5.down" in lines[2]
-    with pytest.raises(UsageError, match=r"4\.2 cannot be met: .* 1 tensors keep the formats"):
+    with pytest.raises(UsageError, match=r"4\.2 cannot be met: .* 1 tensor cannot change"):
         allocate(checkpoint, plan, text, target_bpw=4.2, kept=known)
     with pytest.raises(UsageError, match="nothing to choose"):
         allocate(checkpoint, make_plan(checkpoint, head), text, target_bpw=9, kept=known)
@@ -154,7 +154,7 @@ def test_a_target_that_cannot_be_met_names_the_way_out():
     with pytest.raises(UsageError) as error:
         at_most(make_plan(checkpoint, {**rule, "dtype": "tcq2", "method": "gptq"}, head), 2.1)
     assert str(error.value).endswith(
-        "1 tensors keep the formats of their rules; raise --target-bpw or --bits, or give those a "
+        "by their rules 1 tensor cannot change; raise --target-bpw or --bits, or give those a "
         "smaller format with --rules FILE and --target-bpw"
     )
 

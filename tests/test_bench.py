@@ -109,7 +109,7 @@ def test_bandwidth_reads_every_byte() -> None:
 def test_thread_counts_are_checked(text: str) -> None:
     result = CliRunner().invoke(linear.main, [*FAST, "--threads", text])
     assert result.exit_code == 2
-    assert "expected numbers from 1" in result.output
+    assert "numbers from 1 to 999999, such as 1,2" in result.output
 
 
 def test_a_case_says_what_is_wrong_with_a_model(tmp_path: Path) -> None:
@@ -255,6 +255,7 @@ def test_speculation_by_kind_of_text(tmp_path: Path) -> None:
     assert CliRunner().invoke(speculation.main, fewer, catch_exceptions=False).exit_code == 0
     assert len(keep.read_text().splitlines()) == 8  # of other settings nothing is taken over
     kept[0]["found"]["auto"]["ids"][3] += 1
+    del kept[0]["check"]  # as an older version wrote it
     keep.write_text("".join(f"{json.dumps(each)}\n" for each in kept))
     result = CliRunner().invoke(speculation.main, words, catch_exceptions=False)
     assert result.exit_code == 1 and not json.loads(out.read_text())[0]["correct"]

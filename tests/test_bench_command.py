@@ -312,7 +312,7 @@ def test_every_step_of_a_case_is_in_a_strict_window(model: Model, monkeypatch: P
         (["-pg", "5"], 2, "expected two numbers from 1"),
         (["-pg", "5,0"], 2, "expected two numbers from 1"),
         (["-t", "0"], 2, "numbers from 1"),
-        (["-t", "9999"], 2, "this process may use"),
+        (["-t", "999"], 2, "this process may use"),
         (["-b", "x"], 2, "numbers from 1"),
         (["-r", "0"], 2, "'-r'"),
         (["-p", "0", "-n", "0"], 2, "nothing to measure"),

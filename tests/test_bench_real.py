@@ -137,18 +137,22 @@ def test_a_real_shape_is_quantised_and_scored(
     out = tmp_path / "rows.json"
     words = ["--model-dir", model, "--calib-text", TEXT, "--text", TEXT, "--tokens", 255]
     words += ["--only", "(int4 g32|int8) rtn", "--keep", tmp_path / "parts", "--json", out]
-    with monkeypatch.context() as ended, pytest.raises(SystemExit):
-        ended.setattr(quantise, "sizes", lambda made: 1 / 0)
-        quantise.main.main([*map(str, words), "--threads", "1"])
-    (begun,) = (path for path in tmp_path.iterdir() if path.is_dir())  # where the next one goes on
-    assert "int4-g32-rtn" in begun.name and (begun / "out").is_dir()
+    other = tmp_path / "other.txt"
+    other.write_text(TEXT.read_text()[1:])
+    # Where the next one goes on; with another text in a place of its own.
+    for count, more in enumerate(([], ["--calib-text", other]), 1):
+        with monkeypatch.context() as ended, pytest.raises(SystemExit, match="1"):
+            ended.setattr(quantise, "sizes", lambda made: 1 / 0)
+            quantise.main.main([*map(str, [*words, *more]), "--threads", "1"])
+        begun = [*tmp_path.glob("parts.*/*-int4-g32-rtn")]
+        assert len(begun) == count and all((each / "out").is_dir() for each in begun)
     with pytest.raises(SystemExit, match="0"):
         quantise.main.main([*map(str, words), "--threads", "1"])
     small, large = json.loads(out.read_text())
     assert (small["format"], large["format"]) == ("int4 g32", "int8")
     assert small["bits"] == pytest.approx(4.75) and small["mib"] < large["mib"]
     assert 0 < large["kld_text"] < small["kld_text"] and small["tokens_text"] == 255
-    assert not [path for path in tmp_path.iterdir() if path.is_dir()]
+    assert len([*tmp_path.glob("parts.*/*-rtn")]) == 1  # that of the other text
 
 
 def test_the_memory_of_a_process_is_its_own() -> None:

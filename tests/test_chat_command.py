@@ -277,7 +277,7 @@ def test_undo_and_retry(shown: Shown) -> None:
     said = shown.said()
     shown.type("/retry")
     assert shown.said() == said  # at temperature 0
-    assert "2 messages are left" in shown.type("/undo")
+    assert "2 messages left" in shown.type("/undo")
     assert shown.said() == said[:2]
 
 

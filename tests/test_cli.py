@@ -513,7 +513,7 @@ def test_batch_prints_each_text_under_its_number(inside, tmp_path):
     (tmp_path / "p.txt").write_text("import os\nclass A:\ndef f(\n")
     _, line, err = inside("--prompts-file", "p.txt", "--batch", "8", "--max-new", "5")
     assert line["batch"] == 3
-    assert "batch 8 with 3 prompt(s)" in err
+    assert "batch 8: running 3 prompts at a time" in err
     for number, output in enumerate(line["outputs"], start=1):
         assert f"prompt {number}:\n{output['text']}" in err
 
@@ -522,7 +522,7 @@ def test_more_threads_than_cpus_are_lowered_with_a_message(inside):
     usable = len(os.sched_getaffinity(0))
     code, line, err = inside("--max-new", "1", "--threads", "999")
     assert (code, line["threads"]) == (0, usable)
-    assert f"999 threads with {usable} usable CPU(s): running {usable}" in err
+    assert f"999 threads: running {usable}, one for each usable CPU" in err
 
 
 # The console

@@ -148,7 +148,8 @@ def run(arguments: list[str], cwd: Path, text: str = "", **more: str) -> Done:
         arguments,
         cwd=cwd,
         env=environment | more,
-        input=text,
+        # Without a text as a terminal would be: an empty pipe is an error.
+        **({"input": text} if text else {"stdin": subprocess.DEVNULL}),
         capture_output=True,
         text=True,
         timeout=280,

@@ -94,7 +94,7 @@ def test_a_full_context_is_told():
 def test_a_context_that_is_the_models_own_is_not_to_be_raised():
     ids = ",".join("9" * 4095)
     err = here("run", "--prompt-ids", ids, "--context", "4096", "--max-new", "4", "--ignore-eos")[2]
-    assert "of 4096 tokens is full: 1 completion(s) ended before --max-new\n" in err
+    assert "of 4096 tokens is full: 1 completion ended before --max-new\n" in err
 
 
 def test_json_is_no_ignored_hint_of_the_stub():
@@ -115,7 +115,8 @@ def test_what_is_piped_in_is_the_prompt(tmp_path):
     piped, usual = output(text="class Stack:\n"), output()
     _, out, _ = here("run", "--max-new", "4", "--prompt", "class Stack:\n")
     assert piped == only_line(out)["outputs"][0]["token_ids"] != usual
-    assert output(text="") == usual
+    code, out, _ = clocher("run", input="")
+    assert code == 2 and "standard input is empty; give a prompt" in only_line(out)["message"]
     assert output("--prompt", "class Stack:\n", text="import os") == piped
 
 

@@ -478,7 +478,7 @@ def test_only_what_is_asked_for_is_repacked(tmp_path: Path, monkeypatch) -> None
         ("expert_count", 8, "metadata .llama.expert_used_count. is missing"),
         ("rope.dimension_count", 32, "rope.dimension_count is 32; Clocher needs that of the keys"),
         ("attention.head_count", 0, "num_attention_heads is 0"),
-        ("block_count", 2, "9 tensors are missing, the first is 'blk.1.attn_norm.weight'"),
+        ("block_count", 2, "9 tensors missing, the first is 'blk.1.attn_norm.weight'"),
         ("block_count", "1", "metadata 'llama.block_count' is str '1'; expected an integer"),
         ("embedding_length", 128, r"output_norm.weight has shape \[256\]|asks for"),
         ("attention.layer_norm_rms_epsilon", 2.0, "rms_norm_eps is 2.0"),

@@ -337,7 +337,7 @@ def test_run_takes_an_adapter(llama_adapter: Path) -> None:
         assert ("LoRA, added to" in err) == bool(more)
     assert made[0] != made[1]
     code, _, err = here("run", str(LLAMA), *flags, "--lora", "nowhere")
-    assert code == 3 and "--lora: no model 'nowhere' here" in err
+    assert code == 3 and "--lora: no adapter 'nowhere' here; give the directory of a LoRA" in err
     code, out, _ = here("bench", str(LLAMA), *BENCH, "--lora", str(llama_adapter))
     assert code == 0 and json.loads(out)[0]["lora"] == str(llama_adapter)
     code, _, err = here("run", str(llama_adapter), *flags)

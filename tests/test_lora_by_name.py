@@ -485,4 +485,4 @@ def test_a_name_that_the_model_has_is_refused(of_llama: dict[str, Path]) -> None
     code, _, err = here("serve", str(LLAMA), "--served-model-name", "sum", "--lora", named)
     assert code == 2 and "--lora sum=...: the model has that name" in err
     code, _, err = here("serve", str(LLAMA), "--lora", "sql=nowhere")
-    assert code == 3 and "--lora: no model 'nowhere' here" in err
+    assert code == 3 and "--lora: no adapter 'nowhere' here; give the directory of a LoRA" in err

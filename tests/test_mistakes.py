@@ -51,6 +51,12 @@ def here(tmp_path, monkeypatch):
     return tmp_path
 
 
+_QUANTIZE = "quantize models/tiny out --gate models/tiny/config.json"
+_PERPLEXITY = "perplexity models/tiny --text models/tiny/config.json"
+_GATE = "gate models/tiny --reference models/tiny --text models/tiny/config.json"
+_CALIBRATED = "quantize models/tiny out --calib-text models/tiny/tokenizer.json"
+_SPARSE = "run models/tiny --act-sparsity 0.5 --act-calibration"
+
 MISTAKES = [
     # The command
     ("chta", USAGE, "did you mean chat?"),
@@ -105,9 +111,23 @@ MISTAKES = [
     ("quantize models/tiny out --bits 7", USAGE, "expected 4 or 8"),
     ("quantize adapter out", MODEL, "meta-llama/Llama-3.2-1B"),
     ("convert nowhere out", MODEL, "nowhere"),
+    ("dedup models/tiny", MODEL, "models/tiny: no IEBIN model there"),
     ("convert models/tiny bare.safetensors", DEVICE, "File exists; name a directory"),
+    (
+        f"{_QUANTIZE} --gate-window 99999",
+        USAGE,
+        "--gate-window: got 99999, this model takes at most",
+    ),
+    (f"{_PERPLEXITY} --window 99999", USAGE, "--window: got 99999, this model takes 1 to"),
+    (f"{_SPARSE} nope", USAGE, "--act-calibration nope: No such file or directory; give a text"),
+    ("run models/tiny --lora nope", MODEL, "--lora: no adapter 'nope' here; give the directory of"),
+    (f"{_CALIBRATED} --target-bpw nan", USAGE, "--target-bpw: got nan, expected 0 to 32"),
+    (f"{_CALIBRATED} --seq-len 99999", USAGE, "--seq-len: got 99999, this model takes at most"),
+    ("quantize models/tiny out --max-kld 1", USAGE, "--max-kld judges a text: give --gate"),
+    (f"{_GATE} --json nowhere/x.json", USAGE, "nowhere is not a directory"),
     ("bench models/tiny -p many", USAGE, "-p"),
-    ("bench models/tiny -b 4000", USAGE, "-b 4000; expected at most 1023"),
+    ("bench models/tiny -b 4000", USAGE, "16 numbers from 1 to 1023, such as 1,8"),
+    ("bench models/tiny -t 0", USAGE, "16 numbers from 1 to 1024, such as 1,2"),
     ("bench nowhere", MODEL, "give the directory of a model"),
     ("bench quality models/tiny --task a.jsonl", USAGE, "a.jsonl: expected one of mmlu"),
 ]

@@ -166,7 +166,7 @@ def test_every_flag_reaches_the_weights(
         (("--method", "imx"), "needs a calibration text: give --calib-text"),
         (("--method", "imx", "--mse"), "is for --method rtn"),
         (("--rules", ROOT / "quant" / "q4_manifest.json", "--bits", 8), "no place beside --rules"),
-        (("--calib-text", ROOT / "README.md", "--seq-len", 1 << 20), "less than one sequence"),
+        (("--calib-text", ROOT / "README.md", "--seq-len", 4096), "less than one sequence"),
     ],
     ids=str,
 )
@@ -185,8 +185,10 @@ def test_an_embedding_alone_is_not_quantised(tmp_path: Path) -> None:
     code, output = quantised(*flags)
     assert code == 2, output
     message = " ".join(output.split())
-    assert "1 tensors are kept (columns are no multiple of 64), and no matrix of the" in message
+    assert "1 tensor kept (columns are no multiple of 64), and no matrix of the" in message
     assert message.endswith("choose another --format or --bits, or give --rules")
+    code, output = quantised(*flags[:3], "--format", "mxfp4")
+    assert code == 2 and "; a rule of --rules can keep it" in " ".join(output.split()), output
 
 
 def test_the_seed_manifest_is_a_set_of_rules(tmp_path: Path) -> None:

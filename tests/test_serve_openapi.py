@@ -121,6 +121,19 @@ def test_what_came_before_a_drain_is_answered(
     assert client.post("/v1/completions", json=body).status_code == 503
 
 
+def test_a_request_counts_once(
+    server: Server, app: Starlette, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, counts = server.engine, list[int]()
+    submit = engine.submit
+    monkeypatch.setattr(
+        engine, "submit", lambda asks: (counts.append(engine.sequences), submit(asks))[1]
+    )
+    body = {"prompt": "x", "max_tokens": 1}
+    assert TestClient(app).post("/v1/completions", json=body).status_code == 200
+    assert counts == [0], "it is reserved beside what submit counts"
+
+
 def test_its_schemas_are_schemas() -> None:
     schemas = document("1")["components"]["schemas"]
     for schema in schemas.values():

@@ -150,11 +150,16 @@ def test_what_is_kept_is_not_done_again(
     assert scored == [1] and line["questions"]["count"] == 2 and line["shots"] == 0
     assert "mmlu" in got.err and "acc_norm" in got.err
     first, last = kept.read_text().splitlines()
-    kept.write_text(f"{json.dumps({**json.loads(first), 'found': 'edited'})}\n{last}\n")
+    kept.write_text(f"{json.dumps({**json.loads(first), 'found': []})}\n{last}\n")
+    assert quality.run(words) == 3
+    assert (
+        f"{kept}, line 1: no kept result, or edited; give another file" in capsys.readouterr().err
+    )
+    kept.write_text(f"{last}\n")
     assert quality.run(words) == 0 and json.loads(capsys.readouterr().out) == line
     assert scored == [1, 1]
     assert quality.run([*words, "--precision", "int4w"]) == 0  # other settings, other results
-    assert scored == [1, 1, 2] and len(kept.read_text().splitlines()) == 5
+    assert scored == [1, 1, 2] and len(kept.read_text().splitlines()) == 4
     kept.write_text("{}\n")
     with pytest.raises(FormatError, match="another file"):
         Kept(kept, {})

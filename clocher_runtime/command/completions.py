@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from clocher_kernels import __version__
+from clocher_kernels.errors import counted
 from clocher_kernels.plan import Touch
 from clocher_runtime.command.console import Console, Line, head
 from clocher_runtime.command.loading import Engine, numerics
@@ -99,7 +100,7 @@ class Completions(ExitStack):
             signal.outputs = self.listed + cut
         for file in (self._outputs, self._traces):
             if error is not None and file is not None and file.lines:
-                self.console.say(f"{file.lines} finished completion(s) are in {file.partial}")
+                self.console.say(f"finished completions: {file.lines}, in {file.partial}")
         super().__exit__(kind, error, trace)
 
     def _trace(
@@ -241,7 +242,7 @@ def summary(line: Line) -> str:
     """Return a one-line summary for people."""
     per_pass, p50 = line["speculation"]["tokens_per_pass"], line["latency_p50_ms"]
     parts = [
-        f"{line['tokens_generated']} tokens in {line['wall_time_s']:.3f} s",
+        f"{counted(line['tokens_generated'], 'token')} in {line['wall_time_s']:.3f} s",
         f"{line['tps_true']:.1f} tok/s",
         *([f"{per_pass:.2f} tokens per forward"] if per_pass > 1 else []),
         f"first token {line['ttft_ms']:.1f} ms",
@@ -249,7 +250,7 @@ def summary(line: Line) -> str:
         f"{line['bytes_per_token'] / 1e6:.2f} MB/token",
         f"{line['effective_gbps']:.2f} GB/s",
         f"peak {line['rss_peak_mb']:.0f} MiB",
-        f"{line['model']} {line['precision']} on {line['device']}, {line['threads']} thread(s)",
+        f"{line['model']} {line['precision']} on {line['device']}, threads: {line['threads']}",
         *([f"not acted on: {', '.join(line['hints_ignored'])}"] * bool(line["hints_ignored"])),
     ]
     return " | ".join(parts)

@@ -387,7 +387,8 @@ def error_line(error: BaseException) -> dict[str, Any]:
     """Return the line of an error; of an interrupted run with what it has generated."""
     kind = type(error).__name__
     made = error.outputs if isinstance(error, Interrupt) else None
-    line = {"code": int(exit_code(error)), "type": kind, "message": str(error) or kind}
+    message = ": ".join([str(error) or kind, *getattr(error, "__notes__", ())])
+    line = {"code": int(exit_code(error)), "type": kind, "message": message}
     return head("error") | line | ({} if made is None else {"outputs": made})
 
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from clocher_kernels.errors import ModelError, UnsupportedModel, UsageError
+from clocher_kernels.errors import ModelError, UnsupportedModel, UsageError, counted
 from clocher_runtime.command.console import Console, is_terminal, size
 from clocher_runtime.command.flags import option, place, script, switch
 from clocher_runtime.command.parameters import PATH
@@ -88,13 +88,7 @@ def fetch(
     Raises ModelError, UsageError, OSError.
     """
     from clocher_runtime.checkpoints import open_checkpoint
-    from clocher_runtime.checkpoints.hf.hub import (
-        PATTERNS,
-        Download,
-        cache_directory,
-        offline,
-        snapshot,
-    )
+    from clocher_runtime.checkpoints.hf import hub as cache
     from clocher_runtime.checkpoints.locate import ADAPTER_CONFIG, DEFAULT, base_of
     from clocher_runtime.command.default_model import fetch_default
 
@@ -102,24 +96,24 @@ def fetch(
         fetch_default(console)
         return DEFAULT
 
-    patterns = allow or ((glob.escape(hub.file),) if hub.file else PATTERNS)
+    patterns = allow or ((glob.escape(hub.file),) if hub.file else cache.PATTERNS)
     try:
         if variable := is_set("CLOCHER_OFFLINE"):
-            raise offline(hub.repo, variable)
-        download = Download(hub.repo, out_dir, patterns, hub.revision)
+            raise cache.offline(hub.repo, variable)
+        download = cache.Download(hub.repo, out_dir, patterns, hub.revision)
     except (UsageError, ConnectionError):
-        if out_dir is None and snapshot(hub) is not None:
+        if out_dir is None and cache.snapshot(hub) is not None:
             console.note(f"note: {hub} is in the cache already: clocher chat {hub}")
         raise
     if not (allow or hub.file) and (refusal := _refusal(console, download)):
         if not anyway:
             raise type(refusal)(f"{refusal}; nothing was fetched, --anyway fetches it all the same")
         console.note(f"note: it cannot run here: {refusal}")
-    target = out_dir or cache_directory()
+    target = out_dir or cache.cache_directory()
     console.disk(str(hub), target, download.nbytes)
     folder = download.run(lambda name: console.note(f"checking {name}"))
     console.say(
-        f"{len(download.files)} files of {hub.repo} at {download.commit} are in {folder}, "
+        f"{counted(len(download.files), 'file')} of {hub.repo} at {download.commit} in {folder}, "
         f"{len(download.missing)} of them new; all match their hashes"
     )
     if hub.file:

@@ -99,7 +99,7 @@ class ModelChoice:
 def adapters_of(config: EngineConfig) -> dict[str, Path]:
     """Return the directories of LoRA adapters by name, "" for one to merge; raises ModelError."""
     source = config.given["lora"].source if "lora" in config.given else "--lora"
-    return {name: locate(path, source) for name, path in (config.lora or {}).items()}
+    return {name: locate(path, source, "", "adapter") for name, path in (config.lora or {}).items()}
 
 
 def choose_model(config: EngineConfig, cwd: Path | None = None) -> ModelChoice:
@@ -307,7 +307,8 @@ def _calibration(config: EngineConfig, checkpoint: Checkpoint) -> list[int] | No
         with path.open(encoding="utf-8") as file:
             text = file.read(_CALIBRATION_CHARS)
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"--act-calibration {path}: {error}; give a text in UTF-8") from error
+        why = getattr(error, "strerror", "not UTF-8")
+        raise UsageError(f"--act-calibration {path}: {why}; give a text in UTF-8") from None
     return list(Tokenizer(checkpoint.tokenizer_source, checkpoint.tokenizer_config).encode(text))
 
 

@@ -57,7 +57,16 @@ class Listed(click.ParamType[Any]):
         return cls(lambda text: names[names.index(text)], f"some of {', '.join(names)}")
 
 
+class _New(click.Path):
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        path: Any = super().convert(value, param, ctx)
+        if not path.parent.is_dir():
+            self.fail(f"{path.parent} is not a directory", param, ctx)
+        return path
+
+
 FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
+NEW = _New(dir_okay=False, path_type=Path)
 COUNT = click.IntRange(1)
 
 

@@ -11,25 +11,18 @@ from typing import Any
 import click
 import numpy as np
 
-from clocher_kernels.errors import UsageError
+from clocher_kernels.errors import UsageError, counted
 from clocher_runtime.checkpoints import Checkpoint, open_checkpoint
 from clocher_runtime.checkpoints.locate import locate
 from clocher_runtime.command.console import Console, size
 from clocher_runtime.config.engine import NUMERICS, WEIGHTS_ALONE
-from clocher_runtime.convert.q4_map import (
-    Q4Map,
-    best_method,
-    load_q4_map,
-    name_pattern,
-    parse_q4_map,
-    rule_format,
-)
+from clocher_runtime.convert import q4_map
 from clocher_runtime.convert.rounding import parse_clip
 from clocher_runtime.disk.files import read_text
 from clocher_runtime.disk.output_file import write_file
 from clocher_runtime.disk.strict_json import finite
 from clocher_runtime.engine.backends import choose
-from clocher_runtime.engine.load import Model, load_model
+from clocher_runtime.engine.load import Model, load_model, model_spec
 from clocher_runtime.engine.topology import default_threads
 from clocher_runtime.exit_codes import ExitCode
 from clocher_runtime.quality.compare import Documents, cut
@@ -62,6 +55,9 @@ def planned(
 ) -> tuple[Job, QuantPlan]:
     """Open the input and report the plan; `options`: flag values, and `out`, the manifest."""
     rules_of(options, ())  # checks flags before a model is opened or fetched
+    judging = ("gate_limits", *(field.name for field in fields(Limits)))
+    if options["gate"] is None and (idle := [n for n in judging if options.get(n) is not None]):
+        raise UsageError(f"--{idle[0].replace('_', '-')} judges a text: give --gate FILE, too")
     checkpoint = opener()
     record = {
         key: value
@@ -86,7 +82,7 @@ def planned(
         raise nothing_to_quantise(plan.kept, job.rules.requantize)
     if job.calibration and (count := len(job.calibration.sequences)) < options["samples"]:
         console.note(
-            f"note: {options['calib_text']} is enough for {count} sequences of "
+            f"note: {options['calib_text']} is enough for {counted(count, 'sequence')} of "
             f"{options['seq_len']} tokens, --samples is {options['samples']}; a longer text, or a "
             "smaller --seq-len, gives more"
         )
@@ -113,7 +109,7 @@ def quantised(console: Console, job: Job, plan: QuantPlan) -> Outcome:
     fallen = [each.entry for each in outcome.done if "fallback" in each.entry]
     if fallen:
         console.note(
-            f"note: {len(fallen)} tensors fell back, such as {fallen[0]['name']}: "
+            f"note: {counted(len(fallen), 'tensor')} fell back, such as {fallen[0]['name']}: "
             f"{fallen[0]['fallback']}"
         )
     worst = max((each.error for each in outcome.done), key=lambda error: error.rms_rel)
@@ -121,11 +117,11 @@ def quantised(console: Console, job: Job, plan: QuantPlan) -> Outcome:
     for check in outcome.checks:
         console.note(f"gate: {check}")
     said = {"pass": "wrote", "fail": "rejected; wrote", "undecided": "undecided; wrote"}
-    console.say(f"{said[outcome.verdict]} {outcome.path} ({len(outcome.done)} tensors)")
+    console.say(f"{said[outcome.verdict]} {outcome.path} ({counted(len(outcome.done), 'tensor')})")
     return outcome
 
 
-def rules_of(options: dict[str, Any], names: Iterable[str]) -> Q4Map:
+def rules_of(options: dict[str, Any], names: Iterable[str]) -> q4_map.Q4Map:
     """Return the rules of --rules or of the flags; raises UsageError if they conflict."""
     if not options["weights_only"]:
         raise UsageError(
@@ -135,14 +131,16 @@ def rules_of(options: dict[str, Any], names: Iterable[str]) -> Q4Map:
     method = options["method"] or ("gptq" if options["calib_text"] else "rtn")
     if options["rules"] is None:
         if options["method"] is None and method != "rtn":
-            method = best_method(rule_format(_rule(options, "rtn")), method)
+            method = q4_map.best_method(q4_map.rule_format(_rule(options, "rtn")), method)
         rule = _rule(options, method)
         exceptions = [{"pattern": KEPT, "dtype": "keep"}]
         if rule["dtype"].startswith("tcq"):
             head = f"tcq{min(max(int(rule['dtype'][3:]) + 1, 4), 5)}"
             exceptions.insert(0, rule | {"pattern": HEAD, "dtype": head})
         every = [*exceptions, rule]
-        used = [next(r for r in every if name_pattern(r["pattern"]).fullmatch(n)) for n in names]
+        used = [
+            next(r for r in every if q4_map.name_pattern(r["pattern"]).fullmatch(n)) for n in names
+        ]
         rules = [each for each in every if each is rule or each in used]
         document: dict[str, Any] = {"version": 1, "rules": rules}
         where = Path("the flags")
@@ -152,17 +150,17 @@ def rules_of(options: dict[str, Any], names: Iterable[str]) -> Q4Map:
         if given:
             flag = given[0].replace("_", "-")
             raise UsageError(f"--{flag} has no place beside --rules: write it into the rules")
-        loaded = load_q4_map(where)
+        loaded = q4_map.load_q4_map(where)
         rules = [dict(rule) for rule in loaded.document["rules"]]
         for rule in rules:
             if rule["dtype"] != "keep" and "clip" not in rule and method != "rtn":
-                rule.setdefault("method", best_method(rule_format(rule), method))
+                rule.setdefault("method", q4_map.best_method(q4_map.rule_format(rule), method))
         document = {"version": 1, "rules": rules}
         if loaded.requantize:
             document["requantize"] = True
     if options["requantize"]:
         document["requantize"] = True
-    return parse_q4_map(document, where)
+    return q4_map.parse_q4_map(document, where)
 
 
 _FORMAT_FLAGS = (
@@ -233,7 +231,7 @@ def _fraction(bits: float | None) -> float | None:
 
 
 def _calibration(checkpoint: Checkpoint, options: dict[str, Any]) -> CalibrationText:
-    tokenizer = _tokenizer(checkpoint)
+    tokenizer = _tokenizer(checkpoint, "--seq-len", options["seq_len"])
     text, record = _read_text(options["calib_text"])
     ids = tokenizer.encode(text, special=False)
     first = tokenizer.encode("a")[:1]
@@ -242,7 +240,7 @@ def _calibration(checkpoint: Checkpoint, options: dict[str, Any]) -> Calibration
     starts = range(0, len(ids) - length + 1, length)
     if not starts:
         raise UsageError(
-            f"{options['calib_text']}: {len(ids)} tokens are less than one sequence of "
+            f"{options['calib_text']}: {counted(len(ids), 'token')}: less than one sequence of "
             f"{options['seq_len']}; give a longer text or a smaller --seq-len"
         )
     drawn = np.random.default_rng(options["seed"]).permutation(len(starts))[: options["samples"]]
@@ -264,29 +262,28 @@ def _calibration(checkpoint: Checkpoint, options: dict[str, Any]) -> Calibration
 def _gate(checkpoint: Checkpoint, options: dict[str, Any]) -> GateText:
     window = options["gate_window"]
     text, record = _read_text(options["gate"])
-    documents = cut(text, _tokenizer(checkpoint).encode, window)
+    documents = cut(text, _tokenizer(checkpoint, "--gate-window", window).encode, window)
     given = {field.name: options.get(field.name) for field in fields(Limits)}
     return GateText(documents, options["gate_limits"], given, {"text": record, "window": window})
 
 
-def _tokenizer(checkpoint: Checkpoint) -> Tokenizer:
+def _tokenizer(checkpoint: Checkpoint, flag: str, length: int) -> Tokenizer:
+    """Return the tokenizer; sequences that the model has no room for are refused before work."""
     source = checkpoint.tokenizer_source
     if isinstance(source, Path) and not source.is_file():
         raise UsageError(
             "the input has no tokenizer, so texts cannot be read: give a "
             "directory with tokenizer.json, or a GGUF file with a vocabulary"
         )
+    if length > (most := model_spec(checkpoint).max_positions):
+        raise UsageError(f"{flag}: got {length}, this model takes at most {most}")
     return Tokenizer(source, checkpoint.tokenizer_config)
 
 
 def _read_text(path: Path) -> tuple[str, dict[str, Any]]:
     data = path.read_bytes()
-    try:
-        text = data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{path}: not UTF-8: {error}") from None
     digest = hashlib.sha256(data).hexdigest()
-    return text, {"name": path.name, "nbytes": len(data), "sha256": digest}
+    return read_text(path), {"name": path.name, "nbytes": len(data), "sha256": digest}
 
 
 def judge(console: Console, options: dict[str, Any]) -> ExitCode:
@@ -303,10 +300,9 @@ def judge(console: Console, options: dict[str, Any]) -> ExitCode:
     models = tuple(locate(path, "MODEL") for path in options["model"])
     checkpoint = open_checkpoint(locate(options["reference"], "--reference"))
     reference = load_model(checkpoint)
-    tokenizer = _tokenizer(checkpoint)
     documents = cut(
         read_text(options["text"])[: options["chars"]],
-        tokenizer.encode,
+        _tokenizer(checkpoint, "--window", options["window"]).encode,
         options["window"],
         windows_per_document=options["document_windows"],
         separator=options["document_separator"],

@@ -9,7 +9,7 @@ from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from clocher_kernels.errors import NonFinite, UsageError
+from clocher_kernels.errors import NonFinite, UsageError, counted
 from clocher_runtime.checkpoints.locate import DEFAULT
 from clocher_runtime.command.completions import Completions, Measured, run_line
 from clocher_runtime.command.console import Console, Line, quiet_keys
@@ -48,9 +48,9 @@ def run(config: RunConfig, console: Console) -> Line:
     try:
         batch = len(source.peek(config.batch))
         if config.threads is not None and config.threads > (usable := len(usable_cpus())):
-            console.say(f"{config.threads} threads with {usable} usable CPU(s): running {usable}")
+            console.say(f"{config.threads} threads: running {usable}, one for each usable CPU")
         if config.batch > batch:
-            console.say(f"batch {config.batch} with {batch} prompt(s): running {batch} at a time")
+            console.say(f"batch {config.batch}: running {counted(batch, 'prompt')} at a time")
         with Completions(console, config) as completions:
             return _run(source, batch, completions)
     finally:
@@ -123,9 +123,11 @@ def _run(source: PromptSource, batch: int, completions: Completions) -> Line:
     finally:
         session.close()
     if completions.failed == completions.prompts:
-        count = completions.prompts
-        reason = completions.first_error
-        raise UsageError(reason if count == 1 else f"none of {count} prompts is usable: {reason}")
+        if file is None:
+            raise UsageError(completions.first_error)
+        unusable = UsageError(f"none of {counted(completions.prompts, 'prompt')} is usable")
+        unusable.add_note(completions.first_error)  # for the line of JSON: people have read it
+        raise unusable
     return run_line(measured, completions, batch)
 
 
@@ -203,8 +205,8 @@ def measure(
     if cut:
         advice = "; give a larger --context" * (session.longest < session.model.spec.max_positions)
         console.say(
-            f"the context of {session.longest} tokens is full: {cut} completion(s) ended before "
-            f"--max-new{advice}"
+            f"the context of {session.longest} tokens is full: {counted(cut, 'completion')} ended "
+            f"before --max-new{advice}"
         )
     return Measured(
         wall_ns=window.total_ns,

@@ -186,7 +186,7 @@ def assign(
             stay |= dict.fromkeys(odd, f"columns are no multiple of {GROUP}")
             if odd:
                 notes.append(
-                    f"{len(odd)} matrices stay, such as {odd[0]} {list(matched[odd[0]].shape)}: "
+                    f"kept matrices: {len(odd)}, such as {odd[0]} {list(matched[odd[0]].shape)}: "
                     f"{rule.format.name} needs a multiple of {GROUP} columns"
                 )
         kept |= stay
@@ -194,8 +194,8 @@ def assign(
         if stay:
             formats = ", ".join(sorted({matched[name].format.name for name in stay}))
             notes.append(
-                f"pattern {rule.pattern.pattern!r}: {len(matched) - len(stay)} matrices become "
-                f"{rule.format.name}; {len(stay)} tensors are kept ({formats}): vectors, "
+                f"pattern {rule.pattern.pattern!r}: matrices to {rule.format.name}: "
+                f"{len(matched) - len(stay)}; tensors kept: {len(stay)} ({formats}): vectors, "
                 f"biases and already quantised ones, such as {next(iter(stay))}"
             )
     kept |= {name: reason_to_keep(name, t, requantize) or "no rule" for name, t in left.items()}

@@ -6,7 +6,7 @@ Here: the names of the rules, and their numbers after a colon.
 import re
 from typing import NamedTuple
 
-from clocher_kernels.errors import UsageError
+from clocher_kernels.errors import UsageError, counted
 
 
 class _Takes(NamedTuple):
@@ -52,7 +52,7 @@ def parse(text: str) -> tuple[str, tuple[float, ...]]:
     if not (fits and complete) or (takes.whole and not numbers[0].is_integer()):
         count = len(takes.usual)
         raise UsageError(
-            f"got {text!r}; {name} takes {count} number{'s' * (count > 1)} from "
+            f"got {text!r}; {name} takes {counted(count, 'number')} from "
             f"{takes.lowest:g} to {takes.highest:g}, such as {name}:{USUAL[name]}"
         )
     return name, numbers

@@ -31,8 +31,9 @@ class Kept:
             if not _BEGIN.startswith(tail[: len(_BEGIN)]):
                 lines.append(tail)
             for line, where in parse_lines(b"\n".join(lines), path):
-                if line.keys() != {"item", "found"}:
-                    raise FormatError(f"{where}: not a line of kept results; give another file")
+                check = line.pop("check", None)  # None: an older version wrote it
+                if line.keys() != {"item", "found"} or check not in (None, _check(line)):
+                    raise FormatError(f"{where}: no kept result, or edited; give another file")
                 self._found[str(line["item"])] = line["found"]
             # Not before every line is known to be one of these: it may be a file of the user's.
             if tail:
@@ -44,7 +45,8 @@ class Kept:
         self._found[key] = found
         if self._path is not None:
             with self._path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"item": key, "found": found}) + "\n")
+                line = {"item": key, "found": found}
+                file.write(json.dumps({**line, "check": _check(line)}) + "\n")
 
     def get(self, item: Any, kind: Any = Any) -> Any:
         """Return the result of an item; None if it is not there, or was edited to another kind."""
@@ -53,3 +55,7 @@ class Kept:
 
     def _key(self, item: Any) -> str:
         return sha256(f"{self._settings} {item!r}".encode()).hexdigest()[:32]
+
+
+def _check(line: Any) -> str:
+    return sha256(json.dumps(line).encode()).hexdigest()[:8]

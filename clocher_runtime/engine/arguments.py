@@ -9,7 +9,7 @@ import numpy as np
 from msgspec import Meta, Struct
 from msgspec.structs import asdict
 
-from clocher_kernels.errors import UsageError
+from clocher_kernels.errors import UsageError, counted
 from clocher_kernels.ops.sampling import FORBIDDEN
 from clocher_runtime.config.values import as_integer, as_number, shown
 from clocher_runtime.disk.strict_json import given, read_as
@@ -76,7 +76,7 @@ def prompt_ids(prompt: object, vocab_size: int, longest: int, what: str, most: i
         step = "shorten it or raise --context"
         if len(ids) > most:
             step = f"shorten it: the model takes at most {most}"
-        raise UsageError(f"{len(ids)} tokens, the {what} holds {longest}; {step}")
+        raise UsageError(f"{counted(len(ids), 'token')}, the {what} holds {longest}; {step}")
     last = vocab_size - 1
     if min(ids) < 0 or max(ids) > last:
         at = next(i for i, each in enumerate(ids) if not 0 <= each <= last)
@@ -277,7 +277,7 @@ def one_for_each(
         return [None] * prompts
     found: list[Constraint | None] = listed(given, "a list of constraints, one for each prompt")
     if len(found) != prompts:
-        raise UsageError(f"{len(found)} constraints for {prompts} prompts; give one for each")
+        raise UsageError(f"{len(found)} constraints, {counted(prompts, 'prompt')}; give one each")
     if not masks.size and any(each is not None for each in found):
         raise UsageError("this back end draws what it wants; leave constraints out")
     return found

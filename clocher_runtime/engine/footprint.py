@@ -15,7 +15,7 @@ from clocher_kernels.plan import Plan
 from clocher_runtime.checkpoints import open_checkpoint
 from clocher_runtime.checkpoints.locate import embedded_model, locate
 from clocher_runtime.config.engine import EngineConfig
-from clocher_runtime.config.values import shown
+from clocher_runtime.config.values import Given, shown
 from clocher_runtime.engine.backends import BACK_ENDS, choose
 from clocher_runtime.engine.load import Destined, describe
 from clocher_runtime.engine.pages import window_pages
@@ -38,7 +38,8 @@ def sizes_of(
     known, batch, longest = BACK_ENDS[config.backend], config.batch, spec.max_positions
     context = min(longest, DEFAULT_CONTEXT) if config.context is None else config.context
     if context > longest:
-        raise UsageError(f"context: got {context}, this model takes 1 to {longest}")
+        flag = config.given.get("context", Given("context", "")).source
+        raise UsageError(f"{flag}: got {context}, this model takes 1 to {longest}")
     tokens = max(config.chunk or known.chunk, batch * max(1, width))
     drawn = min(rows_for(batch), tokens) if speculates else batch
     rows = max(drawn, batch * width, min(config.score_rows, tokens))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from clocher_kernels.errors import FormatError
+from clocher_kernels.errors import FormatError, counted
 from clocher_kernels.formats import parse_format
 from clocher_kernels.formats.base import Format
 from clocher_kernels.formats.floats import Float
@@ -190,16 +190,16 @@ def _account(spec: ModelSpec, needs: Mapping[str, Need], checkpoint: Checkpoint)
         )
     if missing:
         raise FormatError(
-            f"{checkpoint.path}: {len(missing)} tensors are missing, the first is {missing[0]}; "
-            "its config.json is another model's, or the download is not whole"
+            f"{checkpoint.path}: {counted(len(missing), 'tensor')} missing, the first is "
+            f"{missing[0]}; its config.json is another model's, or the download is not whole"
         )
     ignored = {HEAD} if spec.tied else set()
     extra = sorted(n for n in names - set(needs) - ignored if not n.endswith("rotary_emb.inv_freq"))
     extra = [name for name in extra if not _bias_of_zeros(checkpoint, name)]
     if extra:
         raise FormatError(
-            f"{checkpoint.path}: {len(extra)} tensors have no place in a {spec.family} model, "
-            f"the first is {extra[0]}; its config.json does not describe it"
+            f"{checkpoint.path}: {counted(len(extra), 'tensor')} with no place in a {spec.family} "
+            f"model, the first is {extra[0]}; its config.json does not describe it"
         )
 
 

@@ -7,7 +7,7 @@ from typing import ClassVar, Literal, NamedTuple
 
 import numpy as np
 
-from clocher_kernels.errors import UsageError
+from clocher_kernels.errors import UsageError, counted
 from clocher_kernels.ops.sampling import NO_TOKEN, NONE_ALLOWED, allows, choose, edited, words_for
 from clocher_runtime.config.values import shown
 from clocher_runtime.engine.arguments import Constraint, Edits, Sampling
@@ -229,8 +229,8 @@ class Request(Cached):
             raise UsageError(_NONE_LEFT)
         if token < 0:
             raise UsageError(
-                f"after {self.made} tokens the constraint allows no token of this model; it has to "
-                "allow some, or be over"
+                f"after {counted(self.made, 'token')} the constraint allows no token of this "
+                "model; it has to allow some, or be over"
             )
         self.ids.append(token)
         self.made += 1

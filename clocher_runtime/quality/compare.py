@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from clocher_kernels.errors import ModelError, UsageError
+from clocher_kernels.errors import ModelError, UsageError, counted
 from clocher_runtime.quality.statistics import Estimate, block_means, of_documents
 
 DOCUMENT_TOKENS = 1024
@@ -60,11 +60,6 @@ def cut(
     """
     if windows_per_document is None:
         windows_per_document = max(1, DOCUMENT_TOKENS // max(window, 1))
-    if window < 2 or windows_per_document < 1:
-        raise UsageError(
-            f"{window=}, {windows_per_document=}; a window needs at least 2 tokens, a document at "
-            "least 1 window"
-        )
     if separator == "":
         raise UsageError("the document separator is empty; give the text between two documents")
     windows: list[tuple[int, ...]] = []
@@ -86,8 +81,8 @@ def cut(
         windows, owner = windows[:kept], owner[:kept]
     if not windows:
         raise UsageError(
-            f"the text has {found} tokens, a window takes {window}; give a longer text, or a "
-            "smaller window"
+            f"the text has {counted(found, 'token')}, a window takes {window}; give a longer text, "
+            "or a smaller window"
         )
     return Documents(tuple(windows), tuple(owner), window)
 

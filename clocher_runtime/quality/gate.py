@@ -90,7 +90,9 @@ class Check:
     def __str__(self) -> str:
         sign = "<=" if self.at_most else ">="
         line = f"{self.verdict:9} {self.name} {self.value:.6g} {sign} {self.limit:.6g}"
-        if self.low != self.high:
+        if 0 < self.documents < FEWEST_DOCUMENTS:
+            line += f", no 95 % interval (documents: {self.documents} of {FEWEST_DOCUMENTS})"
+        elif self.low != self.high:
             line += f", 95 % interval [{self.low:.6g}, {self.high:.6g}]"
         if self.where:
             line += f", {self.where}"

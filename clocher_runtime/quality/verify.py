@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 from msgspec import Meta, Struct
 
-from clocher_kernels.errors import FormatError, ModelError, UsageError
+from clocher_kernels.errors import FormatError, ModelError, UsageError, counted
 from clocher_runtime.checkpoints.checkpoint import Checkpoint, planes_of
 from clocher_runtime.disk.files import read_bytes
 from clocher_runtime.disk.strict_json import finite, parse_lines, read_as
@@ -349,4 +349,4 @@ def summary(report: Report, same: bool | None) -> Iterator[str]:
             f"{'-' if largest is None else format(largest, '.3g')}, "
             f"{report.logits_beyond_tol} of {report.traced_steps} steps beyond the tolerance"
         )
-    yield f"{report.verdict} ({report.prompts} prompts)"
+    yield f"{report.verdict} ({counted(report.prompts, 'prompt')})"

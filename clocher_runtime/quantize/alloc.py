@@ -14,7 +14,7 @@ from zlib import crc32
 
 import numpy as np
 
-from clocher_kernels.errors import UsageError
+from clocher_kernels.errors import UsageError, counted
 from clocher_kernels.formats import Format, Int4, Int8, Tcq
 from clocher_kernels.formats.base import turn
 from clocher_kernels.formats.tcq import LEVELS
@@ -83,6 +83,8 @@ class Room(NamedTuple):
 
 def room_of(plan: QuantPlan, target_bpw: float) -> Room:
     """Return what a target leaves to choose, by names and shapes. Raises UsageError."""
+    if not 0 <= target_bpw <= 32:
+        raise UsageError(f"--target-bpw: got {target_bpw:g}, expected 0 to 32 bits of a weight")
     units: dict[str, list[PlannedTensor]] = {}
     pinned = []
     trellises = any(isinstance(tensor.format, Tcq) for tensor in plan.tensors.values())
@@ -110,7 +112,7 @@ def room_of(plan: QuantPlan, target_bpw: float) -> Room:
     if least > budget:
         kept, ways = "", "raise --target-bpw or --bits"
         if pinned:
-            kept = f"; {len(pinned)} tensors keep the formats of their rules"
+            kept = f"; by their rules {counted(len(pinned), 'tensor')} cannot change"
             ways += ", or give those a smaller format with --rules FILE and --target-bpw"
         if not trellises and target_bpw >= LEAST_FRACTION:
             ways += f", or take trellises with --bits {target_bpw:g}"

@@ -134,11 +134,6 @@ class Walk:
     def __init__(self, checkpoint: Checkpoint, text: Text, threads: int = 1) -> None:
         self.checkpoint, self.text = checkpoint, text
         self.spec, self._needs = describe(checkpoint)
-        if max(text.lengths) > self.spec.max_positions:
-            raise UsageError(
-                f"a calibration sequence has {max(text.lengths)} tokens; the model takes "
-                f"{self.spec.max_positions}; make the sequences shorter"
-            )
         if max(text.ids) >= self.spec.vocab_size:
             raise UsageError(
                 f"token {max(text.ids)} in the calibration text; the model's vocabulary has "

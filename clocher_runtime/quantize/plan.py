@@ -8,7 +8,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from clocher_kernels.errors import FormatError, ShapeError, UsageError
+from clocher_kernels.errors import FormatError, ShapeError, UsageError, counted
 from clocher_kernels.formats import Float, Format
 from clocher_kernels.quant_tensor import QuantTensor
 from clocher_runtime.checkpoints.checkpoint import Checkpoint
@@ -80,7 +80,8 @@ def build_plan(checkpoint: Checkpoint, rules: Q4Map) -> QuantPlan:
         try:
             rule.format.planes(stored.shape)
         except ShapeError as error:
-            raise UsageError(f"{rules.path}: rules[{index}]: tensor {name!r}: {error}") from None
+            where = f"{rules.path}: rules[{index}]: tensor {name!r}"
+            raise UsageError(f"{where}: {error}; a rule of --rules can keep it") from None
         tensors[name] = PlannedTensor(
             name, stored.shape, stored.format, rule.format, rule.method, rule.clip, index
         )
@@ -118,8 +119,8 @@ def nothing_to_quantise(kept: Mapping[str, str], requantize: bool) -> UsageError
             "model that it was made from, or give --requantize, which loses more"
         )
     return UsageError(
-        f"nothing to quantise: {len(kept)} tensors are kept ({', '.join(reasons)}), and no matrix "
-        "of the blocks is left; choose another --format or --bits, or give --rules"
+        f"nothing to quantise: {counted(len(kept), 'tensor')} kept ({', '.join(reasons)}), and no "
+        "matrix of the blocks is left; choose another --format or --bits, or give --rules"
     )
 
 

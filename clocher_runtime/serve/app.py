@@ -171,7 +171,7 @@ class Server:
             if spec := grammar_of(asked, style, tail, blocks):
                 await asyncio.wrap_future(self.prompts.grammars.checked(spec))
             asks = self._asks(asked, zip(prompts, budgets, strict=True), spec)
-            job = self.engine.submit(asks)
+        job = self.engine.submit(asks)
         job.expire(self.config.timeout)
         return Pipeline(
             Answer(kind, asked.model or self.name, sum(map(len, prompts))),

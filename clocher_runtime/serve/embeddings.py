@@ -2,7 +2,6 @@
 
 import asyncio
 import base64
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -45,13 +44,12 @@ async def embed(server: "Server", asked: EmbeddingsRequest) -> dict[str, Any]:
     for ids in inputs:
         room_for(ids, 0, ready.longest, ready.vocab_size, "input")
     end, found = loop.time() + server.config.timeout, [b""] * len(inputs)
+    with engine.reserve(min(side, len(inputs))):  # what is let in is not refused halfway
+        pass
     for begin in range(0, len(inputs), side):
         part = inputs[begin : begin + side]
-        # What was let in is not refused halfway.
-        with nullcontext() if begin else engine.reserve(len(part)):
-            how: dict[str, Any] = {"pooling": prompts.pooling, "adapter": adapter}
-            asks = [Submit(ids=ids, max_new=0, sampling={}, **how) for ids in part]
-            job = engine.submit(asks)
+        how: dict[str, Any] = {"pooling": prompts.pooling, "adapter": adapter}
+        job = engine.submit([Submit(ids=ids, max_new=0, sampling={}, **how) for ids in part])
         job.expire(end - loop.time())
         try:
             while news := await job.read():

@@ -208,7 +208,7 @@ class EngineProcess:
 
     @contextmanager
     def reserve(self, count: int) -> Iterator[None]:
-        """Reserve sequences until submitted; raises ApiError 503, 429 (full), 400 (too many)."""
+        """Reserve sequences until just before `submit`; raises ApiError 503, 429 (full), 400."""
         self.serving()
         if count > self._most:
             raise invalid(

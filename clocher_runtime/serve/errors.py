@@ -38,7 +38,7 @@ _TABLE: Mapping[str, tuple[int, str]] = {
     "unsupported_media_type": (415, "The header Content-Type is {got}; expected application/json"),
     "rate_limit_exceeded": (
         429,
-        "{waiting} answers are being written or wait already; try again in {retry_after} s",
+        "Answers that are being written or wait already: {waiting}; try again in {retry_after} s",
     ),
     "internal_error": (500, "The server failed at this request; its log has the reason"),
     "engine_failed": (
@@ -64,7 +64,7 @@ _ANTHROPIC = {
 """Status -> Anthropic's error type; others are invalid requests."""
 _EXPECTED = {
     **dict.fromkeys(("dict_type", "model_type", "model_attributes_type"), "an object"),
-    "string_too_short": "a string of at least {min_length} characters",
+    "string_too_short": "a string of {min_length} or more characters",
     "string_too_long": "a string of at most {max_length} characters",
     "too_short": "a list of at least {min_length}",
     "too_long": "a list of at most {max_length}",

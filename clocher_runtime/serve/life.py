@@ -21,7 +21,7 @@ import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from clocher_kernels.errors import DeviceError, UsageError
+from clocher_kernels.errors import DeviceError, UsageError, counted
 from clocher_runtime.checkpoints.hf.hub import repository_of
 from clocher_runtime.command.loading import adapters_of, choose_model, converses, defaults_of
 from clocher_runtime.config.commands import ServeConfig, is_local
@@ -251,8 +251,8 @@ class Life:
             while engine.sequences and loop.time() < end:
                 await asyncio.sleep(0.02)
             if engine.sequences:
-                left = engine.sequences
-                self._note(f"{left} sequences did not end in {self._config.drain:g} s")
+                left = counted(engine.sequences, "sequence")
+                self._note(f"{left} did not end in {self._config.drain:g} s")
             engine.end_all("draining")
         http.should_exit = True
 
@@ -305,11 +305,11 @@ def facts(ready: Ready, config: ServeConfig) -> list[str]:
     precision, kv = (about[name] for name in NUMERICS)
     cache = (
         f"KV cache: {ready.pages} pages of {ready.page_cells} tokens, {ready.kv_bytes / _MIB:.0f} "
-        f"MiB {kv}; {about['batch']} sequences side by side, {ready.longest} "
+        f"MiB {kv}; {counted(about['batch'], 'sequence')} side by side, {ready.longest} "
         f"tokens each at most, {config.queue} may wait"
     )
     engine = (
-        f"{about['device']} ({about['isa']}, {about['threads']} threads), {precision} "
+        f"{about['device']} ({about['isa']}, {counted(about['threads'], 'thread')}), {precision} "
         f"weights, {about['act_prec']} activations, {ready.weight_bytes / _MIB:.0f} MiB per token"
     )
     if about["attn"] != "dense":

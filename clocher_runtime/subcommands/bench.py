@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from clocher_kernels.errors import UsageError
+from clocher_kernels.errors import UsageError, counted
 from clocher_runtime.command.console import Console
 from clocher_runtime.command.flags import engine_options, option, place, script, switch
 from clocher_runtime.command.parameters import FILE, Listed
@@ -57,24 +57,26 @@ packing, compiling, tokenising, and what comes before a test: its depth, the fir
 Prompts are random ids, or --text. Draft tokens only with --speculate."""
 
 
-def _number(least: int, text: str) -> int:
-    if not (text.isascii() and text.isdigit() and len(text) < 9 and least <= int(text) <= _MOST):
+def _number(least: int, most: int, text: str) -> int:
+    if not (text.isascii() and text.isdigit() and len(text) < 9 and least <= int(text) <= most):
         raise ValueError
     return int(text)
 
 
-def _numbers(least: int) -> Listed:
-    expected = f"at most {_MOST_VALUES} numbers from {least} to {_MOST}, such as 128,512"
-    return Listed(partial(_number, least), expected, lambda some: len(some) <= _MOST_VALUES)
+def numbers(least: int, most: int, such: str) -> Listed:
+    """Return the type of a short list of numbers in a range; `such`: an example of one."""
+    expected = f"at most {_MOST_VALUES} numbers from {least} to {most}, such as {such}"
+    return Listed(partial(_number, least, most), expected, lambda some: len(some) <= _MOST_VALUES)
 
 
 _PAIR = Listed(
-    partial(_number, 1),
+    partial(_number, 1, _MOST),
     f"two numbers from 1 to {_MOST}, such as 512,128",
     lambda pair: len(pair) == 2,
     once=False,
 )
-_SOME, _SOME_OR_NONE = _numbers(1), _numbers(0)
+_TOKENS = numbers(0, _MOST, "128,512")
+_THREADS, _SEQUENCES = numbers(1, 1024, "1,2"), numbers(1, 1023, "1,8")
 _WORDS = (
     *(*NUMERICS, "device", "speculate", "draft_model"),
     *("attn", "act_sparsity", "act_calibration", "lora"),
@@ -86,8 +88,8 @@ _WORDS = (
     *place(
         "MODEL", "--model-dir", "directory, GGUF file or Hub name", str, needed=False, short="-m"
     ),
-    option("--n-prompt", _SOME_OR_NONE, "pp: prompts to read; 0: none", short="-p", default="512"),
-    option("--n-gen", _SOME_OR_NONE, "tg: tokens to make; 0: none", short="-n", default="128"),
+    option("--n-prompt", _TOKENS, "pp: prompts to read; 0: none", short="-p", default="512"),
+    option("--n-gen", _TOKENS, "tg: tokens to make; 0: none", short="-n", default="128"),
     option(
         "-pg",
         _PAIR,
@@ -96,9 +98,9 @@ _WORDS = (
         metavar="P,G",
         multiple=True,
     ),
-    option("--n-depth", _SOME_OR_NONE, "tokens before each test", short="-d", default="0"),
-    option("--threads", _SOME, "[default: as many as a run has]", short="-t", default=()),
-    option("--batch", _SOME, "sequences side by side, in tg", short="-b", default="1"),
+    option("--n-depth", _TOKENS, "tokens before each test", short="-d", default="0"),
+    option("--threads", _THREADS, "[default: as many as a run has]", short="-t", default=()),
+    option("--batch", _SEQUENCES, "sequences side by side, in tg", short="-b", default="1"),
     option(
         "--repetitions",
         click.IntRange(1, _MOST_ROUNDS),
@@ -164,8 +166,6 @@ def _cases(given: dict[str, Any]) -> "tuple[Case, ...]":
     """Return the tests, in the order of llama-bench: pp, tg, pg of each depth."""
     from clocher_runtime.quality.speed import Case
 
-    if (most := max(given["batch"])) > 1023:  # a session has one place more
-        raise UsageError(f"-b {most}; expected at most 1023")
     cases = []
     for depth in given["n_depth"]:
         cases += [Case(prompt, 0, depth) for prompt in given["n_prompt"] if prompt]
@@ -187,7 +187,7 @@ def _machine(rows: "Sequence[Row]") -> str:
     row = rows[0]
     reads = {row["n_threads"]: row["read_gbps"] for row in rows if row["read_gbps"]}
     versions = ", ".join(f"{name} {number}" for name, number in row["versions"].items())
-    parts = [row["gpu_info"] or row["cpu_info"], f"{row['cpus']} CPUs", row["isa"]]
+    parts = [row["gpu_info"] or row["cpu_info"], counted(row["cpus"], "CPU"), row["isa"]]
     parts += [f"activations {row['act_prec']}", f"KV cache {row['type_k']}"]
     parts += [f"memory read at {gbps:.1f} GB/s by -t {threads}" for threads, gbps in reads.items()]
     lines = [", ".join(parts)]

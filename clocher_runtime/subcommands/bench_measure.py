@@ -18,7 +18,7 @@ from statistics import mean, median, stdev
 from typing import Any
 
 from clocher_kernels import __version__
-from clocher_kernels.errors import OutOfMemory, UsageError
+from clocher_kernels.errors import OutOfMemory, UsageError, counted
 from clocher_runtime.command.console import COMPILING, PACKING, Tell
 from clocher_runtime.command.loading import Loaded, load, without_effect
 from clocher_runtime.config.engine import EngineConfig
@@ -107,7 +107,7 @@ def _text_ids(path: Path | None, cases: Sequence[Case], loaded: Loaded) -> list[
         raise UsageError(f"--text {path}: there is no text in it; name another file")
     if len(ids) < longest:
         raise UsageError(
-            f"--text {path} has {len(ids)} tokens; the longest prompt, with what stands "
+            f"--text {path} has {counted(len(ids), 'token')}; the longest prompt, with what stands "
             f"before it, has {longest}; name a longer file, or give less with -p and -d"
         )
     return ids
@@ -118,8 +118,8 @@ def _thread_counts(asked: Sequence[int], config: EngineConfig) -> tuple[int, ...
     for count in asked:
         if count > usable:
             raise UsageError(
-                f"-t {count}: this process may use {usable} CPUs, and more threads than that wait "
-                "for each other; give less"
+                f"-t {count}: this process may use {counted(usable, 'CPU')}, and more threads "
+                "than that wait for each other; give less"
             )
     if config.backend != "cpu" and len(asked) > 1:
         given = ",".join(map(str, asked))
@@ -274,9 +274,9 @@ def above_limit(row: Row) -> bool:
 def doubts(rows: Sequence[Row]) -> list[str]:
     """Return the reasons why figures are uncertain, one line each."""
     found = []
-    busy, cpus = rows[0]["load1"], rows[0]["cpus"]
+    busy, cpus = rows[0]["load1"], counted(rows[0]["cpus"], "CPU")
     if rows[0]["busy"]:
-        found.append(f"the machine was busy: load average {busy:.1f} on {cpus} CPUs at the start")
+        found.append(f"the machine was busy: load average {busy:.1f} on {cpus} at the start")
     wide = [row for row in rows if row["iqr_ts"] > WIDE * row["median_ts"]]
     if wide:
         shares = ", ".join(f"{_named(row)} {row['iqr_ts'] / row['median_ts']:.0%}" for row in wide)

@@ -4,9 +4,9 @@ import sys
 from dataclasses import replace
 from typing import Any
 
-from clocher_kernels.errors import UsageError
+from clocher_kernels.errors import UsageError, counted
 from clocher_runtime.command.clocher_run import PRECEDENCE
-from clocher_runtime.command.console import Console, Screen
+from clocher_runtime.command.console import Console, Screen, is_terminal
 from clocher_runtime.command.flags import script
 from clocher_runtime.config.commands import ChatConfig
 from clocher_runtime.config.values import Given
@@ -54,15 +54,13 @@ def chat(console: Console, config: ChatConfig) -> ExitCode:
     from clocher_runtime.text.prompts import read_stdin
 
     answers, message, where = Screen(sys.stdout), config.prompt, "the question"
-    if message is None and sys.stdin is None:
-        raise UsageError("standard input is closed; expected a message, or a terminal")
     config = with_model(config, console)
     if str(config.model_dir) == DEFAULT and not _CALM.keys() & config.given.keys():
         calm = {name: Given(DEFAULT, str(value)) for name, value in _CALM.items()}
         config = replace(config, **_CALM, given={**config.given, **calm})
     choose_model(config)  # report a wrong name before waiting for a message
-    if message is None and not sys.stdin.isatty():
-        where, message = "standard input", read_stdin("standard input").rstrip("\n")
+    if message is None and not is_terminal(sys.stdin):
+        where, message = "standard input", read_stdin().rstrip("\n")
     if message is not None and not message.strip():
         raise UsageError(f"{where} has nothing; expected a message, or a terminal")
     return _chat(config, message, answers, console)
@@ -109,9 +107,10 @@ def _chat(config: ChatConfig, message: str | None, answers: Screen, console: Con
         config = replace(config, **drawing)
         if note := sampling_note(drawing):
             console.say(note)
+        threads = counted(threads_of(loaded.config), "thread")
         about = (
-            f"{loaded.name} ({loaded.model.precision}) on {loaded.config.backend}, "
-            f"{threads_of(loaded.config)} thread(s), context {engine.session.longest} tokens"
+            f"{loaded.name} ({loaded.model.precision}) on {loaded.config.backend}, {threads}, "
+            f"context {engine.session.longest} tokens"
         )
         notes = Screen(sys.stderr, may_be_lost=True)
         talk = Talk(model, config, about, answers, notes)

@@ -9,7 +9,7 @@ from dataclasses import replace
 from types import FrameType
 from typing import NamedTuple, Self
 
-from clocher_kernels.errors import FormatError, NonFinite, UsageError
+from clocher_kernels.errors import FormatError, NonFinite, UsageError, counted
 from clocher_runtime.command.console import Screen, is_terminal, quiet_keys
 from clocher_runtime.config.commands import CONTINUED, RANDOM, ChatConfig
 from clocher_runtime.config.values import every
@@ -232,13 +232,13 @@ class Talk:
 
     def _tell(self, answer: Answer) -> None:
         model, numbers = self._model, answer.numbers
-        longest = model.session.longest
+        longest, made = model.session.longest, counted(numbers.tokens, "token")
         if answer.ending == "full":
             room = MAKE_ROOM if self._ctrl_c else "shorten the text"
             self._notes.line(f"the context is full: {longest} tokens; {room}{model.larger_context}")
         elif answer.ending == "length" and model.by_template:
             setting = "/set max_new" if self._ctrl_c else "--max-new"
-            self._notes.line(f"cut after {numbers.tokens} tokens; {setting} N allows more")
+            self._notes.line(f"cut after {made}; {setting} N allows more")
         elif answer.ending == "stopped":
             kept = "" if answer.ids else " before the first token; the message is not kept"
             self._notes.line(f"stopped{kept}", dim=True)
@@ -246,7 +246,7 @@ class Talk:
             return
         speed = timing.per_second(numbers.decode_tokens, numbers.decode_ns)
         shown = [
-            f"{numbers.tokens} tokens",
+            made,
             f"{speed:.1f} tok/s" if numbers.decode_tokens else "- tok/s",
             *([f"{numbers.per_pass:.1f} a pass"] if numbers.per_pass > 1.05 else []),
             f"first token {numbers.first_ns / timing.NS_PER_MS:.0f} ms",
@@ -286,7 +286,7 @@ class Talk:
     def _undo(self, rest: str) -> None:
         self.messages = self.messages[: self._last_question()]
         self._tries = self._used = 0
-        self._notes.line(f"took the last turn back; {len(self.messages)} messages are left")
+        self._notes.line(f"took the last turn back; {counted(len(self.messages), 'message')} left")
 
     def _last_question(self) -> int:
         for at in range(len(self.messages) - 1, -1, -1):
@@ -334,7 +334,7 @@ class Talk:
             self._about,
             ", ".join(f"{name} {_shown(value)}" for name, value in values.items()),
             f"seed of the last answer: {self._seed + self._tries}",
-            f"{len(self.messages)} messages; "
+            f"{counted(len(self.messages), 'message')}; "
             f"context {self._used} of {self._model.session.longest} tokens after the last answer",
         ]
         if self._has_system:

@@ -64,6 +64,8 @@ def dedup(
     from clocher_runtime.checkpoints.iebin import IebinIndex
     from clocher_runtime.convert.dedup_writer import restore
 
+    if not (model_dir / JSON_NAME).exists():
+        raise ModelNotFound(f"{model_dir}: no IEBIN model there; `clocher convert` makes one")
     if (back or check) and (remove_bin or keep_anyway or back == check):
         raise UsageError("--restore and --check stand alone, or with --verify")
     if back:

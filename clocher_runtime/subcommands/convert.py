@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from clocher_kernels.errors import UsageError
+from clocher_kernels.errors import UsageError, counted
 from clocher_runtime.command.console import Console
 from clocher_runtime.command.flags import RESUMES, needed, option, place, script, switch
 from clocher_runtime.command.parameters import COUNT, PATH
@@ -150,8 +150,7 @@ def _check(console: Console, model_dir: Path, source: Path | None) -> ExitCode:
         console.note(problem)
     beside = f"source {found.source}" if found.source else "the source is not there any more"
     if found.problems:
-        count = len(found.problems)
-        differences = f"{count} difference{'s' * (count > 1)}"
+        differences = counted(len(found.problems), "difference")
         console.say(f"{model_dir}: {differences} from its certificate")
         return ExitCode.MISMATCH
     console.say(
@@ -228,8 +227,8 @@ def run_conversion(console: Console, conversion: "Conversion", verify: bool) -> 
         work = partial(write_certificate, conversion.source, out_dir)
         identical, total = console.progress(conversion.source.nbytes, work)
         verified = f", verified: {identical} of {total} bit for bit those of the source"
-    counted = f" ({', '.join(counts)})" if counts else ""
-    console.say(f"wrote {len(conversion.formats)} tensors{counted} to {out_dir}{verified}")
+    done = f" ({', '.join(counts)})" if counts else ""
+    console.say(f"wrote {len(conversion.formats)} tensors{done} to {out_dir}{verified}")
 
 
 @script(

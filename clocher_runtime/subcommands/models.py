@@ -77,7 +77,7 @@ def _tell(found: Mapping[str, Any], as_json: bool) -> None:
         ("chat", "by its template" if found["chat"] else "no: clocher chat continues text"),
     ]
     for name, row in sorted(found["stored"].items(), key=lambda item: -item[1]["bytes"]):
-        lines.append((f"stored {name}", f"{row['tensors']} tensors, {size(row['bytes'])}"))
+        lines.append((f"stored {name}", f"{size(row['bytes'])}, tensors: {row['tensors']}"))
     lines += [
         ("weights read", f"{size(found['bytes_per_token'])} for a token"),
         ("KV cache", f"{size(found['kv_bytes_per_token'])} for a token"),

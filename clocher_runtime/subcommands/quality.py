@@ -15,7 +15,7 @@ import click
 
 from clocher_runtime.command.console import Console
 from clocher_runtime.command.flags import engine_options, needed, option, place, script, switch
-from clocher_runtime.command.parameters import COUNT, FILE, PATH
+from clocher_runtime.command.parameters import COUNT, FILE, NEW, PATH
 from clocher_runtime.config.engine import NUMERICS, WEIGHTS_ALONE, EngineConfig
 from clocher_runtime.config.values import Given
 from clocher_runtime.exit_codes import ExitCode
@@ -52,8 +52,9 @@ def scored(config: EngineConfig) -> "Iterator[tuple[Session, Tokenizer, dict[str
     from clocher_runtime.text.tokenizer import Tokenizer
 
     named = config.model_dir
-    given = {"model_dir": Given("MODEL", str(named))} if named else {}
-    how = replace(config, model_dir=named or embedded_model(), speculate="off", given=given)
+    path = named or embedded_model()
+    given = {"context": Given("--context", ""), "model_dir": Given("MODEL", str(path))}
+    how = replace(config, model_dir=path, speculate="off", given={**given, **config.given})
     loaded = load(how)
     with closing(loaded.session()) as session:
         facts = {"model": str(named or "embedded"), **numerics(session)}
@@ -91,7 +92,8 @@ def perplexity(
     from clocher_runtime.quality.compare import cut
     from clocher_runtime.quality.likelihood import Pair, Scorer
 
-    config = _config(**model, context=window, chunk=window, all_logits=True)
+    given = {"context": Given("--window", str(window))}
+    config = _config(**model, context=window, chunk=window, all_logits=True, given=given)
     words = read_text(text)[:chars]
     with console.counting() as tell, scored(config) as (session, tokenizer, facts):
         documents = cut(words, tokenizer.encode, window, windows_per_document=1, limit=limit)
@@ -203,7 +205,7 @@ def _table_rows(task: str, found: dict[str, Any]) -> Iterator[str]:
     *LIMIT_FLAGS,
     option("--min-cosine", float, "of each tensor; default: by its format"),
     option("--speed/--no-speed", None, "measure decoding", default=True),
-    option("--json", PATH, "write all numbers", name="json_path"),
+    option("--json", NEW, "write all numbers", name="json_path"),
     option("--report", PATH, "directory for quality.json and quality.md", name="directory"),
     examples=(
         (

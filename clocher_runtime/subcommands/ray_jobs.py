@@ -70,7 +70,7 @@ def ray(console: Console, task: str, out_dir: Path, address: str | None, **given
     with console.counting() as tell:
         outcome = run_job(job, address, lambda done, total: tell("rows", done, total))
     if outcome.resumed:
-        console.note(f"{outcome.resumed} rows were done before")
+        console.note(f"rows done before: {outcome.resumed}")
     if outcome.errors:
-        console.note(f'{outcome.errors} rows could not be used: see their "error"')
+        console.note(f'rows that could not be used: {outcome.errors}; see their "error"')
     click.echo(f"{outcome.results}: {outcome.rows} rows")

@@ -188,10 +188,10 @@ def parse_json_prompt(text: str) -> str | tuple[int, ...]:
 
 
 def piped_text(wait_s: float) -> str | None:
-    """Return piped standard input, None if there is none or it is empty.
+    """Return piped standard input, None if there is none or it is an empty file.
 
     Waits `wait_s` for the first byte, as some programs leave an unused pipe open. Raises
-    UsageError, TimeoutError.
+    UsageError, also for an empty pipe, whose writer failed; TimeoutError.
     """
     try:
         number = sys.stdin.fileno()
@@ -202,30 +202,29 @@ def piped_text(wait_s: float) -> str | None:
         return None
     if not select.select([number], [], [], wait_s)[0]:
         raise TimeoutError
-    return read_stdin("standard input") or None
+    return _text("-") if stat.S_ISFIFO(mode) else read_stdin() or None
 
 
 def _text(prompt: str | None) -> str:
     if prompt != "-":
         return DEFAULT_PROMPT if prompt is None else prompt
+    if text := read_stdin():
+        return text
+    raise UsageError("standard input is empty; give a prompt, or </dev/null for the usual one")
+
+
+def read_stdin() -> str:
+    """Return standard input; raises UsageError."""
     if sys.stdin is None:
-        raise UsageError("--prompt -: standard input is closed; give it a text to read")
-    if not (text := read_stdin("--prompt -: standard input")):
-        limit = MAX_STDIN_CHARS
-        raise UsageError(f"--prompt -: expected 1 to {limit} characters on standard input")
-    return text
-
-
-def read_stdin(where: str) -> str:
-    """Return standard input; raises UsageError, which begins with `where`."""
+        raise UsageError("standard input is closed; give it a text to read")
     try:
         text = sys.stdin.read(MAX_STDIN_CHARS + 1)
     except UnicodeDecodeError as error:
-        raise UsageError(f"{where} is not UTF-8: {error}") from None
+        raise UsageError(f"standard input is not UTF-8: {error}") from None
     except OSError as error:
-        raise UsageError(f"{where}: {error.strerror}") from None
+        raise UsageError(f"standard input: {error.strerror}") from None
     if len(text) > MAX_STDIN_CHARS:
-        raise UsageError(f"{where}: more than {MAX_STDIN_CHARS} characters; shorten it")
+        raise UsageError(f"standard input: more than {MAX_STDIN_CHARS} characters; shorten it")
     return text
 
 

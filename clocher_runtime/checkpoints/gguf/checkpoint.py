@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from clocher_kernels.errors import FormatError, ModelNotFound, UnsupportedModel
+from clocher_kernels.errors import FormatError, ModelNotFound, UnsupportedModel, counted
 from clocher_kernels.formats import Float
 from clocher_kernels.quant_tensor import QuantTensor
 from clocher_runtime.checkpoints.arranged import taken
@@ -311,15 +311,14 @@ def open_gguf(path: Path) -> Checkpoint:
     needs, family = inventory(spec), file_family(spec, file.tensors)
     wanted = dict(pair for source in needs for pair in names_of(family, source, needs[source]))
     if missing := [name for name in wanted if name not in file.tensors]:
-        raise FormatError(
-            f"{path}: {len(missing)} tensors are missing, the first is {missing[0]!r}"
-        )
+        count = counted(len(missing), "tensor")
+        raise FormatError(f"{path}: {count} missing, the first is {missing[0]!r}")
     if extra := [
         name for name in file.tensors if name not in wanted and name not in architectures.TABLES
     ]:
         raise UnsupportedModel(
-            f"{path}: {len(extra)} tensors have no place in a {spec.family} model, the first is "
-            f"{extra[0]!r}"
+            f"{path}: {counted(len(extra), 'tensor')} with no place in a {spec.family} model, the "
+            f"first is {extra[0]!r}"
         )
     has_text = tokenizer.has_vocabulary(file)
     return Checkpoint(

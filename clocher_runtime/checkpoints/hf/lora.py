@@ -26,7 +26,7 @@ import numpy as np
 from msgspec import Meta, Struct
 
 from clocher_kernels.dtypes import from_f32, to_f32
-from clocher_kernels.errors import FormatError, ModelNotFound, UnsupportedModel
+from clocher_kernels.errors import FormatError, ModelNotFound, UnsupportedModel, counted
 from clocher_kernels.formats import Float, parse_format
 from clocher_kernels.formats.base import require_finite
 from clocher_kernels.formats.bsr import Bsr
@@ -211,7 +211,7 @@ def with_lora(base: checkpoint.Checkpoint, directory: Path) -> checkpoint.Checkp
             )
         make = partial(delta.planes_of, found)
         tensors[name] = checkpoint.lazy_tensor(found.shape, found.format, make, delta.a.where)
-    note = f"{directory}: LoRA, added to {len(deltas)} tensors as they are loaded"
+    note = f"{directory}: LoRA, added to {counted(len(deltas), 'tensor')} at load"
     return replace(
         base,
         tensors=tensors,
