@@ -53,10 +53,10 @@ def counts(steps: list[Step], request: int) -> list[int]:
 
 
 def test_tokens_of_steps_that_are_soon_over_come_together(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(engine_main, "GATHER_S", 1e9)
+    monkeypatch.setattr(engine_main, "GATHER_NS", 1 << 60)
     steps = answers([ASK], 1)
     assert counts(steps, 7) == [1, 19], "the first at once, the rest with the last"
-    monkeypatch.setattr(engine_main, "GATHER_S", 0.0)
+    monkeypatch.setattr(engine_main, "GATHER_NS", 0)
     each = answers([ASK], 1)
     assert counts(each, 7) == [1] * 20
     made = [[m for step in all_of for m in step.events] for all_of in (steps, each)]
@@ -64,7 +64,7 @@ def test_tokens_of_steps_that_are_soon_over_come_together(monkeypatch: pytest.Mo
 
 
 def test_what_begins_or_ends_one_request_brings_the_tokens_of_all(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(engine_main, "GATHER_S", 1e9)
+    monkeypatch.setattr(engine_main, "GATHER_NS", 1 << 60)
     short = Submit(id=8, ids=[9, 10], max_new=5, sampling={"temperature": 0.0})
     steps = answers([ASK, short], 2)
     assert counts(steps, 8) == [1, 4]
@@ -72,7 +72,7 @@ def test_what_begins_or_ends_one_request_brings_the_tokens_of_all(monkeypatch: p
 
 
 def test_a_cancelled_request_leaves_the_gauge_at_once(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(engine_main, "GATHER_S", 1e9)
+    monkeypatch.setattr(engine_main, "GATHER_NS", 1 << 60)
     monkeypatch.setattr(engine_main, "BEAT_S", 600.0)
     steps = answers([Submit(id=9, ids=[5, 6], max_new=2000, sampling={}), ASK, Cancel(9)], 1)
     assert steps[-1].state.running == 0

@@ -8,7 +8,6 @@ import select
 import signal
 import socket
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -24,6 +23,7 @@ from clocher_runtime.engine.generation import Generation
 from clocher_runtime.engine.probes import read_gbps, working_set
 from clocher_runtime.engine.requests import Token
 from clocher_runtime.engine.session import Session
+from clocher_runtime.engine.timing import NS_PER_S
 from clocher_runtime.engine.topology import threads_of
 from clocher_runtime.exit_codes import as_refusal, exit_code
 from clocher_runtime.models.build import PAGE_CELLS
@@ -49,10 +49,9 @@ from clocher_runtime.text.grammar import Grammars
 
 BEAT_S = 1.0
 """Seconds between heartbeats, unless a step takes longer."""
-GATHER_S = 1 / 60
+GATHER_NS = NS_PER_S // 60
 """Tokens of shorter steps are sent together: a message costs, and no screen shows more."""
 _COMPILING_S = 0.002
-_NS_PER_S = 1e9
 _OF_REQUEST = (UsageError, NonFinite, ConstraintFailed)
 """Errors that end one request only."""
 
@@ -82,7 +81,7 @@ class EngineLoop:
     _work: dict[int, _Work] = field(default_factory=dict)
     _compiling: dict[int, tuple[Submit, Future[Constraint]]] = field(default_factory=dict)
     _events: list[Made | Unsure | Scored | Failed] = field(default_factory=list)
-    _due: float = 0.0  # when events are sent; 0: now, for a first or last one
+    _due: int = 0  # when, in ns, events are sent; 0: now, for a first or last one
 
     def run(self) -> NoReturn:
         """Serve until an error ends this process, as ConnectionResetError: the server is gone."""
@@ -96,15 +95,15 @@ class EngineLoop:
             if self._work:
                 self._session.step()
             self._collect()
-            now = time.monotonic()
+            now = self._session.scheduler.times.now()
             if now >= self._due and (self._work or not self._due or not ready):
                 step = Step(state_of(self._session), self._events)
                 self._sock.sendall(encode(step))
-                self._events, self._due = [], now + GATHER_S
+                self._events, self._due = [], now + GATHER_NS
 
     def _take(self, message: Submit | Cancel) -> None:
         if isinstance(message, Cancel):
-            self._due = 0.0
+            self._due = 0
             self._compiling.pop(message.id, None)
             if work := self._work.pop(message.id, None):
                 work.generation.close()
@@ -125,7 +124,7 @@ class EngineLoop:
 
     def _fail(self, number: int, error: BaseException) -> None:
         self._events.append(Failed(number, type(error).__name__, str(error)))
-        self._due = 0.0
+        self._due = 0
 
     def _join(self, request: Submit, constraint: Constraint | None) -> None:
         scores: list[tuple[float, Top]] | None = [] if request.pooling or request.scores else None
@@ -179,7 +178,7 @@ class EngineLoop:
             try:
                 tokens = work.generation.poll()
                 if tokens and (not work.begun or tokens[-1].last):
-                    work.begun, self._due = True, 0.0
+                    work.begun, self._due = True, 0
                 self._events += _made(work, tokens or ())
                 if work.request.shows and tokens is not None:
                     self._events += self._unsure(work, tokens)
@@ -204,7 +203,7 @@ class EngineLoop:
             return False
         pooled = b"" if work.pooled is None else work.pooled.astype("<f4").tobytes()
         self._events.append(Scored(work.request.id, work.scores, pooled))
-        work.scores, self._due = None, 0.0
+        work.scores, self._due = None, 0
         if not work.request.max_new:
             return False
         work.generation = self._generate(work.request, work.constraint)
@@ -249,9 +248,9 @@ def state_of(session: Session) -> State:
             "prefix_cache_queries": scheduler.reused + sums.prompt_tokens,
             "num_preemptions": scheduler.preempted,
             "decode_steps": sums.decode_steps,
-            "decode_step_seconds": sums.decode_ns / _NS_PER_S,
+            "decode_step_seconds": sums.decode_ns / NS_PER_S,
             "prompt_steps": sums.prompt_steps,
-            "prompt_step_seconds": sums.prompt_ns / _NS_PER_S,
+            "prompt_step_seconds": sums.prompt_ns / NS_PER_S,
             "diffusion_passes": denoising.forwards,
             "diffusion_tokens": denoising.tokens,
             "spec_passes": counts.forwards,

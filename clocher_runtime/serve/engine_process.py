@@ -293,7 +293,7 @@ class EngineProcess:
                     self._kill()
                 began = loop.time()
                 await asyncio.wait({line.ended}, timeout=1.0)
-                if loop.time() - began > QUIET_S:  # this process was paused, the engine perhaps too
+                if loop.time() - began > 1.0 + QUIET_S:  # paused, as the engine perhaps was
                     self._heard = loop.time()
         finally:
             self._writer.close()
