@@ -259,10 +259,7 @@ def _policy(value: object) -> str:
 
 
 def _selection(value: object) -> str:
-    try:
-        parse_selection(_text(value))
-    except UsageError:
-        raise ValueError(value) from None
+    parse_selection(_text(value))
     return _text(value)
 
 
