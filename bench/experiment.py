@@ -3,7 +3,6 @@
 import ctypes
 import json
 import os
-import re
 import shlex
 import subprocess
 import time
@@ -28,7 +27,7 @@ from clocher_kernels.errors import ClocherError
 from clocher_kernels.formats import parse_format
 from clocher_runtime.command.console import Console
 from clocher_runtime.command.flags import Codes, Command, option, text_of
-from clocher_runtime.command.parameters import COUNT, PATH, Listed
+from clocher_runtime.command.parameters import COUNT, PATH, Listed, numbers, sides
 from clocher_runtime.engine.topology import cpu_name, default_threads, usable_cpus
 from clocher_runtime.exit_codes import ExitCode
 from clocher_runtime.quality.statistics import in_turns, ratio
@@ -89,19 +88,6 @@ class _New(click.Path):
         return path
 
 
-def _count(text: str) -> int:
-    if not re.fullmatch("[1-9][0-9]{0,5}", text):
-        raise ValueError
-    return int(text)
-
-
-def _sides(text: str) -> tuple[int, int]:
-    match = re.fullmatch("([1-9][0-9]{0,6})x([1-9][0-9]{0,6})", text)
-    if match is None:
-        raise ValueError
-    return int(match[1]), int(match[2])
-
-
 def _format(text: str) -> str:
     try:
         return text if text == "ggml" else parse_format(text).name
@@ -110,8 +96,8 @@ def _format(text: str) -> str:
 
 
 NEW = _New(dir_okay=False, path_type=Path)
-COUNTS = Listed(_count, "numbers from 1, such as 1,2")
-SHAPES = Listed(_sides, "NxK, such as 4096x14336")
+COUNTS = numbers(1)
+SHAPES = Listed(sides, "NxK, such as 4096x14336")
 FORMATS = Listed(_format, "formats of weights")
 PAGES = ("4k", "2m")
 

@@ -1,10 +1,14 @@
 """What parameters of commands take: paths, lists, and positionals that also have a flag."""
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import click
+
+MOST, _MOST_VALUES = 1 << 24, 16
+"""Of a number in a list, and of numbers."""
 
 
 class _Path(click.Path):
@@ -55,6 +59,25 @@ class Listed(click.ParamType[Any]):
         names = tuple(known)
         # `index` raises ValueError for an unknown name.
         return cls(lambda text: names[names.index(text)], f"some of {', '.join(names)}")
+
+
+def whole(least: int, most: int, text: str) -> int:
+    """Read a whole number without a sign. Raises ValueError."""
+    if not (text.isascii() and text.isdigit() and len(text) < 9 and least <= int(text) <= most):
+        raise ValueError
+    return int(text)
+
+
+def sides(text: str) -> tuple[int, int]:
+    """Read the sides of a rectangle, as 32x64. Raises ValueError."""
+    rows, _, columns = text.partition("x")
+    return whole(1, MOST, rows), whole(1, MOST, columns)
+
+
+def numbers(least: int) -> Listed:
+    """Return the type of a list of whole numbers."""
+    expected = f"at most {_MOST_VALUES} numbers from {least} to {MOST}, such as 128,512"
+    return Listed(partial(whole, least, MOST), expected, lambda some: len(some) <= _MOST_VALUES)
 
 
 FILE = click.Path(path_type=Path, exists=True, dir_okay=False)

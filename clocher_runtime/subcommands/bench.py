@@ -14,7 +14,7 @@ import click
 from clocher_kernels.errors import UsageError
 from clocher_runtime.command.console import Console
 from clocher_runtime.command.flags import engine_options, option, place, script, switch
-from clocher_runtime.command.parameters import FILE, Listed
+from clocher_runtime.command.parameters import FILE, MOST, Listed, numbers, whole
 from clocher_runtime.config.engine import NUMERICS, EngineConfig
 from clocher_runtime.exit_codes import ExitCode
 
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from clocher_runtime.quality.speed import Case
     from clocher_runtime.subcommands.bench_measure import Row
 
-_MOST = 1 << 24
-_MOST_VALUES = 16
 _MOST_CASES = 64
 _MOST_ROUNDS = 1000
 
@@ -57,24 +55,13 @@ packing, compiling, tokenising, and what comes before a test: its depth, the fir
 Prompts are random ids, or --text. Draft tokens only with --speculate."""
 
 
-def _number(least: int, text: str) -> int:
-    if not (text.isascii() and text.isdigit() and len(text) < 9 and least <= int(text) <= _MOST):
-        raise ValueError
-    return int(text)
-
-
-def _numbers(least: int) -> Listed:
-    expected = f"at most {_MOST_VALUES} numbers from {least} to {_MOST}, such as 128,512"
-    return Listed(partial(_number, least), expected, lambda some: len(some) <= _MOST_VALUES)
-
-
 _PAIR = Listed(
-    partial(_number, 1),
-    f"two numbers from 1 to {_MOST}, such as 512,128",
+    partial(whole, 1, MOST),
+    f"two numbers from 1 to {MOST}, such as 512,128",
     lambda pair: len(pair) == 2,
     once=False,
 )
-_SOME, _SOME_OR_NONE = _numbers(1), _numbers(0)
+_SOME, _SOME_OR_NONE = numbers(1), numbers(0)
 _WORDS = (
     *(*NUMERICS, "device", "speculate", "draft_model"),
     *("attn", "act_sparsity", "act_calibration", "lora"),
