@@ -4,7 +4,7 @@ import csv
 import io
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -132,17 +132,22 @@ def bench(console: Console, **given: Any) -> int:
     return ExitCode.OK if good else ExitCode.MISMATCH
 
 
+def as_csv(rows: Sequence[Mapping[str, object]]) -> str:
+    """Return rows as CSV, with a column for every key."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, {name: None for row in rows for name in row}, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()
+
+
 def _as_text(rows: Sequence["Row"], form: str) -> str:
     """Return rows as JSON, JSON lines or, without their lists, CSV."""
     from clocher_runtime.disk.strict_json import finite
 
     if form == "csv":
-        text = io.StringIO()
         flat = [{k: v for k, v in row.items() if not isinstance(v, list | dict)} for row in rows]
-        writer = csv.DictWriter(text, flat[0], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(map(finite, flat))
-        return text.getvalue().rstrip("\n")
+        return as_csv([*map(finite, flat)]).rstrip("\n")
     lines = [json.dumps(finite(row)) for row in rows]
     return "\n".join(lines) if form == "jsonl" else "[\n" + ",\n".join(lines) + "\n]"
 
