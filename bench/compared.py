@@ -1,7 +1,5 @@
 """Rows of the harness combined: cells, speeds, ratios, contradictions, tables."""
 
-import csv
-import io
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -17,6 +15,7 @@ from clocher_runtime.quality.statistics import (
     paired_ratio,
     spread,
 )
+from clocher_runtime.subcommands.bench import as_csv
 
 SPEED = "tps_true"
 
@@ -62,12 +61,7 @@ def values(rows: Sequence[Row], key: str = SPEED) -> list[float]:
 
 def write_csv(path: Path, rows: Sequence[Row]) -> None:
     """Write rows flat, fields of objects as "line.tps_true", without what was generated."""
-    flat = [dict(_flat(row)) for row in rows]
-    text = io.StringIO()
-    writer = csv.DictWriter(text, {name: None for row in flat for name in row}, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(flat)
-    write_file(path, text.getvalue().encode())
+    write_file(path, as_csv([dict(_flat(row)) for row in rows]).encode())
 
 
 def _flat(row: Row, head: str = "") -> Iterator[tuple[str, object]]:

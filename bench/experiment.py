@@ -3,7 +3,6 @@
 import ctypes
 import json
 import os
-import re
 import shlex
 import subprocess
 import time
@@ -28,11 +27,10 @@ from clocher_kernels.errors import ClocherError
 from clocher_kernels.formats import parse_format
 from clocher_runtime.command.console import Console
 from clocher_runtime.command.flags import Codes, Command, option, text_of
-from clocher_runtime.command.parameters import COUNT, NEW, PATH, Listed
+from clocher_runtime.command.parameters import COUNT, NEW, PATH, Listed, numbers, sides
 from clocher_runtime.engine.topology import cpu_name, default_threads, usable_cpus
 from clocher_runtime.exit_codes import ExitCode
 from clocher_runtime.quality.statistics import in_turns, ratio
-from clocher_runtime.subcommands.bench import numbers
 from cpu_fallback.tiles.multiply import OUT, dots
 
 if TYPE_CHECKING:
@@ -82,13 +80,6 @@ def answer_of(url: str, wish: Mapping[str, Any] | None = None) -> Any:
         raise NotMeasured(f"{url}: {error}") from None
 
 
-def _sides(text: str) -> tuple[int, int]:
-    match = re.fullmatch("([1-9][0-9]{0,6})x([1-9][0-9]{0,6})", text)
-    if match is None:
-        raise ValueError
-    return int(match[1]), int(match[2])
-
-
 def _format(text: str) -> str:
     try:
         return text if text == "ggml" else parse_format(text).name
@@ -97,7 +88,7 @@ def _format(text: str) -> str:
 
 
 COUNTS = numbers(1, 999_999, "1,2")
-SHAPES = Listed(_sides, "NxK, such as 4096x14336")
+SHAPES = Listed(sides, "NxK, such as 4096x14336")
 FORMATS = Listed(_format, "formats of weights")
 PAGES = ("4k", "2m")
 

@@ -53,7 +53,7 @@ from clocher_kernels.ops.rewrite import quantize_activations, quantize_for_terna
 from clocher_kernels.plan import Buffer, Call, Plan
 from clocher_kernels.quant_tensor import QuantTensor, encode
 from clocher_runtime.command.flags import option
-from clocher_runtime.command.parameters import COUNT, Listed
+from clocher_runtime.command.parameters import COUNT, Listed, whole
 from clocher_runtime.quality.statistics import ratio
 from cpu_fallback.executor import CpuExecutor
 from cpu_fallback.lanes.isa import CURRENT
@@ -308,12 +308,6 @@ def _engine(weight: QuantTensor, tokens: int, threads: int) -> Engine:
     return replace(made, tolerance=_TOLERANCE)
 
 
-def _whole_percent(text: str) -> float:
-    if not (text.isascii() and text.isdigit() and len(text) < 3):
-        raise ValueError
-    return int(text) / 100
-
-
 @experiment(
     "block_sparse",
     SPARSE_ABOUT,
@@ -322,7 +316,7 @@ def _whole_percent(text: str) -> float:
     option("--inner", click.Choice(INNERS), default="f32"),
     option(
         "--sparsity",
-        Listed(_whole_percent, "whole per cents below 100, such as 0,50,90"),
+        Listed(lambda text: whole(0, 99, text) / 100, "per cents below 100, such as 0,50,90"),
         default="0,50,70,80,90,95",
     ),
     option("--tokens", COUNT, default=1),

@@ -13,8 +13,8 @@ import torch
 import clocher_runtime
 from clocher_kernels.errors import ClocherError, ModelNotFound, UsageError
 from clocher_runtime.api import LanguageModel
-from clocher_runtime.config.values import shown
-from clocher_runtime.engine.arguments import Sampling, whole
+from clocher_runtime.config.values import integer, shown
+from clocher_runtime.engine.arguments import Sampling
 
 PROMPT = [5, 6, 7]
 
@@ -101,15 +101,15 @@ def test_prompts(model: LanguageModel, prompt: Any, message: str) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"max_new": float("nan")}, "max_new is nan; expected an integer, at least 1"),
-        ({"max_new": 3.0}, "max_new is 3.0"),
-        ({"max_new": "3"}, "max_new is '3'"),
-        ({"max_new": True}, "max_new is True"),
-        ({"max_new": None}, "max_new is None"),
-        ({"max_new": 0}, "max_new is 0"),
-        ({"max_new": -(10**30)}, "max_new is -1"),
-        ({"max_new": np.array([3])}, "max_new is array"),
-        ({"temperature": "0.5"}, "temperature: got '0.5', expected a number, at least 0"),
+        ({"max_new": float("nan")}, "max_new: got nan, expected an integer, at least 1"),
+        ({"max_new": 3.0}, "max_new: got 3.0"),
+        ({"max_new": "3"}, "max_new: got '3'"),
+        ({"max_new": True}, "max_new: got True"),
+        ({"max_new": None}, "max_new: got None"),
+        ({"max_new": 0}, "max_new: got 0"),
+        ({"max_new": -(10**30)}, "max_new: got -1"),
+        ({"max_new": np.array([3])}, "max_new: got array"),
+        ({"temperature": "0.5"}, "temperature: got '0.5', expected a number from 0"),
         ({"temperature": float("nan")}, "temperature: got nan"),
         ({"temperature": float("inf")}, "temperature: got inf"),
         ({"temperature": 1e39}, "temperature: got 1e"),
@@ -118,16 +118,16 @@ def test_prompts(model: LanguageModel, prompt: Any, message: str) -> None:
         ({"temperature": True}, "temperature: got True"),
         ({"temperature": None}, "temperature: got None"),
         ({"temperature": Decimal(1)}, "temperature: got Decimal"),
-        ({"top_k": 2.0}, "top_k is 2.0"),
-        ({"top_k": -1}, "top_k is -1"),
-        ({"top_k": 1 << 31}, "top_k is 2147483648"),
+        ({"top_k": 2.0}, "top_k: got 2.0"),
+        ({"top_k": -1}, "top_k: got -1"),
+        ({"top_k": 1 << 31}, "top_k: got 2147483648"),
         ({"top_p": 0}, "top_p: got 0"),
         ({"top_p": 1.5}, "top_p: got 1.5"),
         ({"top_p": "1"}, "top_p: got '1'"),
-        ({"seed": 1.0}, "seed is 1.0"),
-        ({"seed": -1}, "seed is -1"),
-        ({"seed": 1 << 64}, "seed is 18446744073709551616"),
-        ({"seed": False}, "seed is False"),
+        ({"seed": 1.0}, "seed: got 1.0"),
+        ({"seed": -1}, "seed: got -1"),
+        ({"seed": 1 << 64}, "seed: got 18446744073709551616"),
+        ({"seed": False}, "seed: got False"),
         (
             {"sed": 1},
             "no option 'sed'; it has adapter, choice, .*, seed, stop, temperature, top_k, top_p",
@@ -214,7 +214,7 @@ def test_loading(options: dict[str, Any], message: str) -> None:
     [
         (5, {}, "a prompt is text or a list of token ids: got 5"),
         ("a", {"path": ""}, "path is empty"),
-        ("a", {"max_new": 0}, "max_new is 0"),
+        ("a", {"max_new": 0}, "max_new: got 0"),
         ("a", {"top_p": 2}, "top_p: got 2"),
         ("a", {"sed": 1}, "no option 'sed'"),
     ],
@@ -243,7 +243,7 @@ def test_what_is_shown_is_short() -> None:
     assert len(shown("x" * 10**6)) < 80
     assert shown(10**5000) == "a int" or len(shown(10**5000)) < 80
     assert len(shown(Odd())) < 80
-    assert whole("n", np.uint8(3), 1, 3) == 3
+    assert integer(1, 3).check("n", np.uint8(3)) == 3
 
 
 @pytest.mark.parametrize("value", [1e-320, 1e-300, 1e38, 0.001])

@@ -9,7 +9,7 @@ from clocher_runtime.checkpoints import open_checkpoint
 from clocher_runtime.checkpoints.locate import embedded_model
 from clocher_runtime.command.loading import load_engine
 from clocher_runtime.config.commands import resolve
-from clocher_runtime.engine import probes
+from clocher_runtime.engine import backends, probes
 from clocher_runtime.engine.load import load_model
 from clocher_runtime.models.inventory import EMBED
 from clocher_runtime.serve.engine_main import ready_of
@@ -28,7 +28,7 @@ def test_a_server_is_told_how_fast_its_weights_can_be_read() -> None:
 
 def test_a_working_set_is_read() -> None:
     for threads in (1, 3):
-        gbps = probes.read_gbps(3 * MIB, threads)
+        gbps = probes.read_gbps(3 * MIB, threads, "cpu")
         assert gbps is not None
         assert 0.05 < gbps < 5000
 
@@ -37,9 +37,9 @@ def test_the_buffer_is_as_large_as_the_working_set_within_bounds(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     sizes = []
-    monkeypatch.setattr(probes, "reader", lambda backend, nbytes: sizes.append(nbytes))
+    monkeypatch.setattr(read_loop, "Reader", lambda pages, nbytes: sizes.append(nbytes))
     for nbytes in (9 * MIB, 900 << 30):
-        probes.memory_reader(nbytes)
+        backends.memory_reader(nbytes, "cpu")
     assert sizes == [9 * MIB, 256 * MIB]
 
 
@@ -53,8 +53,8 @@ def test_the_working_set_has_every_expert_and_no_table_that_is_looked_up() -> No
 
 def test_not_measured_where_nothing_can_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
     assert probes.read_gbps(MIB, 1, "cuda") is None
-    monkeypatch.setattr(probes, "available", lambda: 3 * MIB)
-    assert probes.read_gbps(2 * MIB, 1) is None
+    monkeypatch.setattr(backends, "available", lambda: 3 * MIB)
+    assert probes.read_gbps(2 * MIB, 1, "cpu") is None
 
 
 def test_a_refused_thread_leaves_none_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,4 +73,4 @@ def test_a_refused_thread_leaves_none_waiting(monkeypatch: pytest.MonkeyPatch) -
         thread.join(10)
         assert not thread.is_alive()
     asked.clear()
-    assert probes.read_gbps(2 * MIB, 4) is None
+    assert probes.read_gbps(2 * MIB, 4, "cpu") is None

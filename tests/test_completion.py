@@ -50,7 +50,7 @@ def test_lengths_have_the_names_that_others_use(model: LanguageModel) -> None:
         assert len(model.tokenizer.encode(model.generate(PROMPT, **{name: 2}))) <= 4
     with pytest.raises(UsageError, match="mean the same"):
         model.complete(PROMPT, max_tokens=5, max_new_tokens=5)
-    with pytest.raises(UsageError, match="max_tokens is 0"):
+    with pytest.raises(UsageError, match="max_tokens: got 0"):
         model.complete(PROMPT, max_tokens=0)
 
 

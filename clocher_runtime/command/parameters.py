@@ -1,10 +1,14 @@
 """What parameters of commands take: paths, lists, and positionals that also have a flag."""
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import click
+
+MOST, _MOST_VALUES = 1 << 24, 16
+"""Of a number in a list, and of numbers."""
 
 
 class _Path(click.Path):
@@ -63,6 +67,25 @@ class _New(click.Path):
         if not path.parent.is_dir():
             self.fail(f"{path.parent} is not a directory", param, ctx)
         return path
+
+
+def whole(least: int, most: int, text: str) -> int:
+    """Read a whole number without a sign. Raises ValueError."""
+    if not (text.isascii() and text.isdigit() and len(text) < 9 and least <= int(text) <= most):
+        raise ValueError
+    return int(text)
+
+
+def sides(text: str) -> tuple[int, int]:
+    """Read the sides of a rectangle, as 32x64. Raises ValueError."""
+    rows, _, columns = text.partition("x")
+    return whole(1, MOST, rows), whole(1, MOST, columns)
+
+
+def numbers(least: int, most: int, such: str) -> Listed:
+    """Return the type of a short list of numbers in a range; `such`: an example of one."""
+    expected = f"at most {_MOST_VALUES} numbers from {least} to {most}, such as {such}"
+    return Listed(partial(whole, least, most), expected, lambda some: len(some) <= _MOST_VALUES)
 
 
 FILE = click.Path(path_type=Path, exists=True, dir_okay=False)

@@ -200,13 +200,6 @@ _OTHERS = ("CACHE_DIR", "EMBEDDED", "OFFLINE", "TILE_CACHE_MB")
 """Variables after CLOCHER_ that are no settings of a command."""
 
 
-def resolve(
-    flags: Mapping[str, str], environ: Mapping[str, str], in_file: Mapping[str, Given] | None = None
-) -> RunConfig:
-    """Return the configuration of a run; see `settle`."""
-    return settle(RunConfig, flags, environ, in_file)
-
-
 def warnings(config: EngineConfig, environ: Mapping[str, str]) -> list[str]:
     """Return a warning for each variable in use without a prefix, and each unknown CLOCHER_..."""
     given = [str(each) for each in config.given.values() if each.is_variable]
@@ -285,6 +278,10 @@ def settle(
     for names in kind.exclusive:
         _keep_one(names, values, given)
     return kind(**values, given=given, hints_ignored=tuple(map(str, ignored))).settled()
+
+
+resolve = partial(settle, RunConfig)
+"""Returns the configuration of a run."""
 
 
 def sources_of(

@@ -180,7 +180,11 @@ def as_number(value: object) -> float | None:
         return None
 
 
-def integer(low: int, high: int, *words: str) -> Value:
+def _room(low: float, high: float, spec: str = "") -> str:
+    return f", at least {low:g}" if high == inf else f" from {low:{spec}} to {high:{spec}}"
+
+
+def integer(low: int, high: float, *words: str) -> Value:
     """Take a decimal integer of a closed range, or one of some words."""
 
     def accept(value: object) -> int | str:
@@ -189,20 +193,21 @@ def integer(low: int, high: int, *words: str) -> Value:
         number = as_integer(value)
         return int(_such(number, number is not None and low <= number <= high))
 
-    takes = f"{', '.join(words)} or " * bool(words) + f"an integer from {low} to {high}"
+    takes = f"{', '.join(words)} or " * bool(words) + f"an integer{_room(low, high)}"
     return Value(
         "|".join([*words, "N"]), takes, accept, lambda raw: raw if raw in words else _int(raw)
     )
 
 
-def number(low: float, high: float) -> Value:
-    """Take a decimal number of a closed range."""
+def number(low: float, high: float, above: bool = False) -> Value:
+    """Take a decimal number of a closed range; `above`: without its lower bound."""
 
     def accept(value: object) -> float:
         number = as_number(value)
-        return float(_such(number, number is not None and low <= number <= high))
+        fits = number is not None and low <= number <= high and not (above and number == low)
+        return float(_such(number, fits))
 
-    takes = f"a number, at least {low:g}" if high == inf else f"a number from {low:g} to {high:g}"
+    takes = "a number" + (f" above {low:g}, at most {high:g}" if above else _room(low, high, "g"))
     return Value("X", takes, accept, lambda raw: float(_such(raw, _NUMBER.fullmatch(raw))))
 
 
@@ -254,10 +259,7 @@ def _policy(value: object) -> str:
 
 
 def _selection(value: object) -> str:
-    try:
-        parse_selection(_text(value))
-    except UsageError:
-        raise ValueError(value) from None
+    parse_selection(_text(value))
     return _text(value)
 
 

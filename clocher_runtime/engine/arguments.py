@@ -1,8 +1,9 @@
 """Checks of Python API arguments: numbers, token ids, sampling settings, constraints."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from math import inf
 from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 import numpy as np
@@ -11,30 +12,12 @@ from msgspec.structs import asdict
 
 from clocher_kernels.errors import UsageError, counted
 from clocher_kernels.ops.sampling import FORBIDDEN
-from clocher_runtime.config.values import as_integer, as_number, shown
+from clocher_runtime.config.values import as_integer, as_number, integer, number, shown
 from clocher_runtime.disk.strict_json import given, read_as
 from clocher_runtime.models.builder import MOST_BIASES
 
 if TYPE_CHECKING:
     from clocher_runtime.checkpoints.checkpoint import Checkpoint
-
-
-def whole(name: str, value: object, least: int | None = None, most: int | None = None) -> int:
-    """Return an integer in a range; True and 1.0 are refused. Raises UsageError."""
-    number = as_integer(value)
-    low = number is None or (least is not None and number < least)
-    if number is None or low or (most is not None and number > most):
-        room = f", at least {least}" if least is not None else ""
-        room += f", at most {most}" if most is not None else ""
-        raise UsageError(f"{name} is {shown(value)}; expected an integer{room}")
-    return number
-
-
-def one_of(name: str, value: object, known: Collection[str]) -> str:
-    """Return an argument that is one of the known words. Raises UsageError."""
-    if not isinstance(value, str) or value not in known:
-        raise UsageError(f"{name} is {shown(value)}; known: {', '.join(known)}")
-    return value
 
 
 def listed(value: object, expected: str) -> list[Any]:
@@ -57,10 +40,10 @@ def token_ids(prompt: object) -> list[int]:
     for at, item in enumerate(items):
         if isinstance(item, Mapping):
             raise UsageError("got a list of messages; give them to `chat` of the model")
-        number = as_integer(item)
-        if number is None:
+        whole = as_integer(item)
+        if whole is None:
             raise UsageError(f"token {at} is {shown(item)}; expected an integer")
-        ids.append(number)
+        ids.append(whole)
     return ids
 
 
@@ -90,25 +73,29 @@ def for_each_prompt(given: object, read: Callable[[Any], list[int]]) -> list[lis
     if not prompts:
         raise UsageError("0 prompts; give at least one")
     found = []
-    for number, prompt in enumerate(prompts):
+    for at, prompt in enumerate(prompts):
         try:
             found.append(read(prompt))
         except UsageError as error:
-            raise UsageError(f"prompt {number}: {error}") from None
+            raise UsageError(f"prompt {at}: {error}") from None
     return found
 
 
 Processor = Callable[[list[int], np.ndarray], np.ndarray]
 """Takes the ids so far and logits [V] fp32, which it may write to; returns logits."""
 
-_REAL = (
-    ("temperature", "a number, at least 0", 0.0, -FORBIDDEN),
-    ("top_p", "a number above 0, at most 1", 0.0, 1.0),
-    ("min_p", "a number, 0 to 1", 0.0, 1.0),
-    ("repetition_penalty", "a number from 0.01 to 100", 0.01, 100.0),
-    ("presence_penalty", "a number from -1e9 to 1e9", -1e9, 1e9),
-    ("frequency_penalty", "a number from -1e9 to 1e9", -1e9, 1e9),
-)
+_PENALTY = number(-1e9, 1e9)
+_NUMBERS = {
+    "temperature": number(0, -FORBIDDEN),
+    "top_k": integer(0, (1 << 31) - 1),
+    "top_p": number(0, 1, above=True),
+    "seed": integer(0, (1 << 64) - 1),
+    "min_p": number(0, 1),
+    "repetition_penalty": number(0.01, 100),
+    "presence_penalty": _PENALTY,
+    "frequency_penalty": _PENALTY,
+}
+_TOKEN = integer(0, inf)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,15 +122,8 @@ class Sampling:
 
     def __post_init__(self) -> None:
         adopt = partial(object.__setattr__, self)
-        for name, expected, low, high in _REAL:
-            value = getattr(self, name)
-            number = as_number(value)
-            above = name == "top_p"  # its bound is none of its values
-            if number is None or not low <= number <= high or (above and number == low):
-                raise UsageError(f"{name}: got {shown(value)}, expected {expected}")
-            adopt(name, number)
-        adopt("top_k", whole("top_k", self.top_k, 0, (1 << 31) - 1))
-        adopt("seed", whole("seed", self.seed, 0, (1 << 64) - 1))
+        for name, takes in _NUMBERS.items():
+            adopt(name, takes.check(name, getattr(self, name)))
         adopt("logit_bias", _biases(self.logit_bias))
         processors = tuple(listed(self.processors, "processors as a list of functions"))
         for process in processors:
@@ -238,10 +218,10 @@ def _biases(value: object) -> dict[int, float]:
         raise UsageError(f"logit_bias is {shown(value)}; expected token ids with numbers")
     biases = {}
     for token, bias in value.items():
-        number = as_number(bias)
-        if number is None or not number <= -FORBIDDEN:
+        real = as_number(bias)
+        if real is None or not real <= -FORBIDDEN:
             raise UsageError(f"logit_bias of {shown(token)} is {shown(bias)}; expected a number")
-        biases[whole("a token of logit_bias", token, 0)] = number
+        biases[_TOKEN.check("a token of logit_bias", token)] = real
     return biases
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from clocher_kernels.errors import DeviceError, UsageError
-from clocher_kernels.guards import no_driver
+from clocher_kernels.guards import available, no_driver
 from clocher_kernels.plan import Executor, Plan
 from clocher_runtime.config.engine import EngineConfig
 from clocher_runtime.config.values import every
@@ -15,6 +15,7 @@ from clocher_runtime.engine.load import Weights
 from clocher_runtime.engine.topology import pinned_cpus, threads_of
 
 _DEVICES = dict(every(EngineConfig))["device"].takes
+_MOST_READ = 256 << 20  # bytes, to measure bandwidth; more than most caches hold
 Progress = Callable[[int, int], None]
 
 
@@ -63,13 +64,17 @@ def gpu() -> dict[str, str | int]:
     return found
 
 
-def reader(backend: str, nbytes: int) -> Any:
-    """Return a `bandwidth.Reader` of `nbytes`; None for back ends without one. Raises OSError."""
-    if backend != "cpu":
+def memory_reader(nbytes: int, backend: str) -> Any:
+    """Return a `bandwidth.Reader` of a working set; None without one, or if memory is low."""
+    nbytes, left = min(nbytes, _MOST_READ), available()
+    if backend != "cpu" or (left is not None and left < 2 * nbytes):
         return None
     from cpu_fallback.team.bandwidth import Reader
 
-    return Reader("2m", nbytes)
+    try:
+        return Reader("2m", nbytes)
+    except (OSError, MemoryError):
+        return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

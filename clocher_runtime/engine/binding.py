@@ -10,7 +10,7 @@ from clocher_kernels.ops.rewrite import round_activations, skip_zeros
 from clocher_kernels.plan import Executor
 from clocher_kernels.quant_tensor import QuantTensor
 from clocher_runtime.config.engine import EngineConfig
-from clocher_runtime.engine.arguments import one_of
+from clocher_runtime.config.values import one_of
 from clocher_runtime.engine.backends import BACK_ENDS, Progress, make_executor
 from clocher_runtime.engine.footprint import packed_names, with_codes
 from clocher_runtime.engine.load import Model
@@ -49,7 +49,7 @@ def bind(
     backend, scoped = config.backend, config.pretranspose
     known, formats, spec = BACK_ENDS[backend], model.formats, model.spec
     act_prec = config.act_prec or known.default_act_prec
-    one_of(f"act_prec of the {backend} back end", act_prec, known.activations)
+    one_of(*known.activations).check(f"act_prec of the {backend} back end", act_prec)
     scope = in_scope(spec, scoped or "all")
     adapters = model.adapters
     adapted = adapters.linears if adapters else {}

@@ -4,20 +4,21 @@ import resource
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from clocher_kernels.errors import DeviceError, ModelError
-from clocher_kernels.guards import available, fields, read
+from clocher_kernels.guards import fields, read
 from clocher_kernels.plan import Touch
-from clocher_runtime.engine.backends import reader
+from clocher_runtime.engine.backends import memory_reader
 from clocher_runtime.models.inventory import EMBED
 
 if TYPE_CHECKING:
     from clocher_runtime.engine.load import Model
 
 _MIB = 1 << 20
+_SECONDS = 0.1
 
 
 def rss_peak_mib(status: Path = Path("/proc/self/status")) -> float:
@@ -28,30 +29,13 @@ def rss_peak_mib(status: Path = Path("/proc/self/status")) -> float:
     return peak / _MIB if sys.platform == "darwin" else peak / 1024
 
 
-MOST_BYTES = 256 << 20
-"""Read at most to measure bandwidth; more than most caches hold."""
-_SECONDS = 0.1
-
-
 def working_set(model: "Model") -> int:
     """Return the bytes of the weights that tokens read, with all experts."""
     total = sum(weight.nbytes for weight in model.weights.values())
     return total if model.spec.tied else total - model.weights[EMBED].nbytes
 
 
-def memory_reader(nbytes: int, backend: str = "cpu") -> Any:
-    """Return a `backends.reader` of a working set, at most `MOST_BYTES`; None if memory is low."""
-    nbytes = min(nbytes, MOST_BYTES)
-    left = available()
-    if left is not None and left < 2 * nbytes:
-        return None
-    try:
-        return reader(backend, nbytes)
-    except (OSError, MemoryError):
-        return None
-
-
-def read_gbps(nbytes: int, threads: int, backend: str = "cpu") -> float | None:
+def read_gbps(nbytes: int, threads: int, backend: str) -> float | None:
     """Return the bandwidth of reading a working set with some threads, in GB/s (10^9)."""
     buffer = memory_reader(nbytes, backend)
     try:

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from clocher_kernels.errors import UsageError
-
 if TYPE_CHECKING:  # a command line is read without it
     from clocher_kernels.plan import Attr
 
@@ -226,6 +224,8 @@ LAST_PAGES = 2
 """Pages at the end that are always read: `ops.selection.LAST_PAGES`."""
 LEAST_BUDGET = 4 * PAGE_CELLS
 _MOST = 1 << 24
+_COUNT, _REAL = "([0-9]{1,8})", r"([0-9]{1,7}(?:\.[0-9]{1,7})?|\.[0-9]{1,7})"
+_SELECTION = re.compile(rf"topk:{_COUNT}|window:{_COUNT}\+{_COUNT}|(threshold|dynamic):{_REAL}")
 TAKES = (
     "dense, topk:N (tokens that are read, "
     f"{LEAST_BUDGET} or more), threshold:T (of logits, above 0), window:S+W (first and last "
@@ -255,29 +255,19 @@ class Selection(NamedTuple):
 
 
 def parse_selection(text: str) -> Selection | None:
-    """Return what `--attn` selects; None: dense. Raises UsageError."""
+    """Return what `--attn` selects; None: dense. Raises ValueError."""
     if text == "dense":
         return None
-    kind, _, rest = text.partition(":")
-    sinks, _, window = rest.partition("+")
-    tokens, number, first, last = _whole(rest), _number(rest), _whole(sinks), _whole(window)
-    if kind == "topk" and tokens is not None and tokens >= LEAST_BUDGET:
-        return Selection(text, budget=-(-tokens // PAGE_CELLS))
-    if kind == "threshold" and 0 < number <= 1e6:
-        return Selection(text, margin=number)
-    if kind == "dynamic" and 0 < number < 1:
-        return Selection(text, mass=number)
-    if kind == "window" and first is not None and last:
-        pages = max(LAST_PAGES, -(-last // PAGE_CELLS) + 1)
-        return Selection(text, first=max(1, -(-first // PAGE_CELLS)), last=pages)
-    shown = text if len(text) <= 60 else f"{text[:60]}..."
-    raise UsageError(f"attn is {shown!r}; expected {TAKES}")
-
-
-def _whole(text: str) -> int | None:
-    found = int(text) if re.fullmatch("[0-9]{1,8}", text) else None
-    return found if found is not None and found <= _MOST else None
-
-
-def _number(text: str) -> float:
-    return float(text) if re.fullmatch(r"[0-9]{1,7}(\.[0-9]{1,7})?|\.[0-9]{1,7}", text) else 0.0
+    if match := _SELECTION.fullmatch(text):
+        *counts, kind, real = match.groups("0")
+        tokens, first, last = map(int, counts)
+        if LEAST_BUDGET <= tokens <= _MOST:
+            return Selection(text, budget=-(-tokens // PAGE_CELLS))
+        if kind == "threshold" and 0 < float(real) <= 1e6:
+            return Selection(text, margin=float(real))
+        if kind == "dynamic" and 0 < float(real) < 1:
+            return Selection(text, mass=float(real))
+        if first <= _MOST and 0 < last <= _MOST:
+            pages = max(LAST_PAGES, -(-last // PAGE_CELLS) + 1)
+            return Selection(text, first=max(1, -(-first // PAGE_CELLS)), last=pages)
+    raise ValueError(text)

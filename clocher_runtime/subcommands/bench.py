@@ -4,7 +4,7 @@ import csv
 import io
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,7 @@ import click
 from clocher_kernels.errors import UsageError, counted
 from clocher_runtime.command.console import Console
 from clocher_runtime.command.flags import engine_options, option, place, script, switch
-from clocher_runtime.command.parameters import FILE, Listed
+from clocher_runtime.command.parameters import FILE, MOST, Listed, numbers, whole
 from clocher_runtime.config.engine import NUMERICS, EngineConfig
 from clocher_runtime.exit_codes import ExitCode
 
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from clocher_runtime.quality.speed import Case
     from clocher_runtime.subcommands.bench_measure import Row
 
-_MOST = 1 << 24
-_MOST_VALUES = 16
 _MOST_CASES = 64
 _MOST_ROUNDS = 1000
 
@@ -57,25 +55,13 @@ packing, compiling, tokenising, and what comes before a test: its depth, the fir
 Prompts are random ids, or --text. Draft tokens only with --speculate."""
 
 
-def _number(least: int, most: int, text: str) -> int:
-    if not (text.isascii() and text.isdigit() and len(text) < 9 and least <= int(text) <= most):
-        raise ValueError
-    return int(text)
-
-
-def numbers(least: int, most: int, such: str) -> Listed:
-    """Return the type of a short list of numbers in a range; `such`: an example of one."""
-    expected = f"at most {_MOST_VALUES} numbers from {least} to {most}, such as {such}"
-    return Listed(partial(_number, least, most), expected, lambda some: len(some) <= _MOST_VALUES)
-
-
 _PAIR = Listed(
-    partial(_number, 1, _MOST),
-    f"two numbers from 1 to {_MOST}, such as 512,128",
+    partial(whole, 1, MOST),
+    f"two numbers from 1 to {MOST}, such as 512,128",
     lambda pair: len(pair) == 2,
     once=False,
 )
-_TOKENS = numbers(0, _MOST, "128,512")
+_TOKENS = numbers(0, MOST, "128,512")
 _THREADS, _SEQUENCES = numbers(1, 1024, "1,2"), numbers(1, 1023, "1,8")
 _WORDS = (
     *(*NUMERICS, "device", "speculate", "draft_model"),
@@ -147,17 +133,22 @@ def bench(console: Console, **given: Any) -> int:
     return ExitCode.OK if good else ExitCode.MISMATCH
 
 
+def as_csv(rows: Sequence[Mapping[str, object]]) -> str:
+    """Return rows as CSV, with a column for every key."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, {name: None for row in rows for name in row}, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()
+
+
 def _as_text(rows: Sequence["Row"], form: str) -> str:
     """Return rows as JSON, JSON lines or, without their lists, CSV."""
     from clocher_runtime.disk.strict_json import finite
 
     if form == "csv":
-        text = io.StringIO()
         flat = [{k: v for k, v in row.items() if not isinstance(v, list | dict)} for row in rows]
-        writer = csv.DictWriter(text, flat[0], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(map(finite, flat))
-        return text.getvalue().rstrip("\n")
+        return as_csv([*map(finite, flat)]).rstrip("\n")
     lines = [json.dumps(finite(row)) for row in rows]
     return "\n".join(lines) if form == "jsonl" else "[\n" + ",\n".join(lines) + "\n]"
 

@@ -23,8 +23,8 @@ from clocher_runtime.command.console import COMPILING, PACKING, Tell
 from clocher_runtime.command.loading import Loaded, load, without_effect
 from clocher_runtime.config.engine import EngineConfig
 from clocher_runtime.disk.files import read_text
-from clocher_runtime.engine.backends import gpu
-from clocher_runtime.engine.probes import memory_reader, working_set
+from clocher_runtime.engine.backends import gpu, memory_reader
+from clocher_runtime.engine.probes import working_set
 from clocher_runtime.engine.topology import (
     cache_bytes,
     cpu_name,

@@ -1,6 +1,5 @@
 """Smaller forms of a model: `clocher dedup`, without losing a bit, and `clocher sparsify`."""
 
-import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,10 +9,14 @@ import click
 from clocher_kernels.errors import ModelNotFound, UsageError
 from clocher_runtime.command.console import Console, columns, size
 from clocher_runtime.command.flags import option, place, script, switch
+from clocher_runtime.command.parameters import Listed, sides
 from clocher_runtime.exit_codes import ExitCode
 from clocher_runtime.subcommands.convert import OUT_DIR, VERIFY, replacing_model
 
 INNERS = ("f32", "f16", "bf16", "int8", "int4")
+_BLOCK = Listed(
+    sides, "ROWSxCOLUMNS, such as 32x32", lambda some: len(some) == 1 and max(some[0]) < 10_000
+)
 LINEARS = r"model\.layers\.[0-9]+\..*_proj\.weight"
 _NOTES = """\
 What to expect: bf16 weights shrink by about 30 %, ternary ones by 20 %, an MXFP4 model by 4 to 5 %
@@ -113,18 +116,11 @@ def _deduplicate(console: Console, model_dir: Path, keep_anyway: bool) -> bool:
     return True
 
 
-def _block(context: click.Context, option: click.Parameter, value: str) -> tuple[int, int]:
-    sides = re.fullmatch("([1-9][0-9]{0,3})x([1-9][0-9]{0,3})", value)
-    if not sides:
-        raise click.BadParameter(f"{value!r}; expected ROWSxCOLUMNS, such as 32x32")
-    return int(sides[1]), int(sides[2])
-
-
 @script(
     "clocher sparsify",
     *place("MODEL", "--model-dir", "Directory of the model, Hugging Face or IEBIN. Only read."),
     *place("OUT_DIR", "--out-dir", OUT_DIR),
-    option("--block", str, "Block shape.", default="32x32", callback=_block),
+    option("--block", _BLOCK, "Block shape.", default="32x32", metavar="ROWSxCOLUMNS"),
     option(
         "--sparsity",
         click.FloatRange(0, 1, max_open=True),
@@ -157,7 +153,7 @@ def sparsify(console: Console, model_dir: Path, out_dir: Path, verify: bool, **h
     from clocher_runtime.checkpoints.locate import locate
     from clocher_runtime.convert import block_sparse
 
-    how["inner"] = how["inner"] or ""
+    how |= {"inner": how["inner"] or "", "block": how["block"][0]}
     with replacing_model(console, out_dir):
         outcomes = block_sparse.sparsify(
             locate(model_dir, "MODEL"), out_dir, block_sparse.Sparsifying(**how)

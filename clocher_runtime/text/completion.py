@@ -3,13 +3,14 @@
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from math import inf
 from typing import Any, Literal, NamedTuple, Self
 
 import numpy as np
 
 from clocher_kernels.errors import UsageError
-from clocher_runtime.config.values import refuse_unknown, shown
-from clocher_runtime.engine.arguments import Constraint, Sampling, listed, whole
+from clocher_runtime.config.values import integer, refuse_unknown, shown
+from clocher_runtime.engine.arguments import Constraint, Sampling, listed
 from clocher_runtime.engine.generation import Generation
 from clocher_runtime.engine.requests import Token
 from clocher_runtime.engine.session import Session
@@ -20,6 +21,7 @@ from clocher_runtime.text.tokenizer import Tokenizer
 FinishReason = Literal["stop", "length"]
 MAX_NEW = 64
 MAX_LOGPROBS = 20
+_LOGPROBS = integer(0, MAX_LOGPROBS)
 _BLOCK = 64
 _LENGTHS = ("max_new", "max_tokens", "max_new_tokens")
 _SAMPLING = tuple(field.name for field in fields(Sampling))
@@ -77,9 +79,9 @@ class Options:
         name = lengths[0] if lengths else "max_new"
         logprobs = given.get("logprobs")
         return cls(
-            whole(name, given.get(name, MAX_NEW), 1),
+            integer(1, inf).check(name, given.get(name, MAX_NEW)),
             _stops(given.get("stop")),
-            None if logprobs is None else whole("logprobs", logprobs, 0, MAX_LOGPROBS),
+            None if logprobs is None else _LOGPROBS.check("logprobs", logprobs),
             Sampling(**{key: given[key] for key in _SAMPLING if key in given}),
             {"kind": kinds[0], "value": given[kinds[0]]} if kinds else None,
             given.get("adapter", ""),

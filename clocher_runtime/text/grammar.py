@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from clocher_kernels.errors import UsageError
 from clocher_runtime.checkpoints.checkpoint import Checkpoint, MadeTokenizer
-from clocher_runtime.config.values import shown
-from clocher_runtime.engine.arguments import Constraint, listed, one_of
+from clocher_runtime.config.values import one_of, shown
+from clocher_runtime.engine.arguments import Constraint, listed
 from clocher_runtime.text import Refused
 from clocher_runtime.text.call_styles import STYLES, CallStyle
 from clocher_runtime.text.text_process import TextProcess
@@ -139,8 +139,8 @@ def rules_of(spec: Mapping[str, Any], special: Mapping[str, str], no_forcing: bo
     `special`: the tokens that are no text for llguidance -> how its rules name them. `no_forcing`:
     the model chooses the tokens of a text that must follow, instead of the tokenizer.
     """
-    kind = one_of("structured output", spec.get("kind"), (*_PARTS, "tools"))
-    style = one_of("style", spec.get("style", "plain"), tuple(STYLES))
+    kind = one_of(*_PARTS, "tools").check("structured output", spec.get("kind"))
+    style = one_of(*STYLES).check("style", spec.get("style", "plain"))
     value = spec.get("value")
 
     def mark(name: str) -> str:
