@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from commands import run_script
+from commands import SCRIPT_TARGETS, run_script
 from weight_files import BITNET, ROOT
 
 from clocher_runtime.config.commands import resolve
@@ -21,6 +21,11 @@ SIZES = {
     "sglang_model_direct": ("profile", "--tokens 4 --mib 16"),
     "profile_sglang_overhead": ("profile", "--tokens 32 --mib 16 --limit 0.9"),
 }
+
+
+def test_a_script_of_every_older_name_is_there() -> None:
+    assert {*SCRIPT_TARGETS} <= {path.stem for path in (ROOT / "scripts").glob("*.py")}
+    assert SCRIPT_TARGETS["sglang_direct_test"] == SCRIPT_TARGETS["verify_hf_generation_ids"]
 
 
 # Of each case one more is run by test_page_commands, as the page has it.
