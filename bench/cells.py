@@ -72,7 +72,7 @@ class Cell:
 
     def config(self) -> RunConfig:
         """Return the configuration as the engine will see it."""
-        given = {name: Given(f"--{name}", raw) for name, raw in self.settings.items()}
+        given = {n: Given(ALL[n].flag or ALL[n].env[0], raw) for n, raw in self.settings.items()}
         return resolve({}, {}, given)
 
 

@@ -114,11 +114,11 @@ def pairs(before: Cells, after: Cells) -> dict[str, tuple[Sequence[Row], Sequenc
     return {label: (rows, after[label]) for label, rows in before.items() if label in after}
 
 
-def cells_tables(cells: Cells) -> tuple[Table, Table]:
-    """Return tables of a file's cells: speeds beside the first cell's, and memory."""
+def cells_tables(cells: Cells, *columns: str, **more: str) -> tuple[Table, ...]:
+    """Return tables of a file's cells; by default speeds beside the first cell's, and memory."""
     base = next(iter(cells.values()), ())
-    rows = [{"cell": label, **_cell_row(base, cell)} for label, cell in cells.items()]
-    return table(_SPEEDS, rows), table(_MEMORY, rows)
+    rows = [{"cell": label, **more, **_cell_row(base, cell)} for label, cell in cells.items()]
+    return tuple(table(each, rows) for each in columns or (_SPEEDS, _MEMORY))
 
 
 def files_table(found: Mapping[str, tuple[Sequence[Row], Sequence[Row]]]) -> Table:

@@ -95,9 +95,7 @@ def measure(harness: Harness) -> int:
         click.echo(f"note: {problem}", err=True)
     last = [cell[-1] for cell in cells.values()]
     failed = [row["exit_code"] or 1 for row in last if row["status"] == "error"]
-    if failed:
-        return int(failed[0])
-    return _undecided(len(compared.unmeasured(cells)) == len(cells))
+    return int(failed[0]) if failed else _undecided(compared.unmeasured(cells) == [*cells])
 
 
 def compare(before: Path, after: Path) -> int:
@@ -113,9 +111,7 @@ def compare(before: Path, after: Path) -> int:
         return ExitCode.UNDECIDED
     ratios = [compared.apart(*pair) for pair in found.values()]
     verdicts = {ratio.verdict if ratio else "too few runs" for ratio in ratios}
-    if "slower" in verdicts:
-        return ExitCode.REJECTED
-    return _undecided("too few runs" in verdicts)
+    return ExitCode.REJECTED if "slower" in verdicts else _undecided("too few runs" in verdicts)
 
 
 def verify(path: Path) -> int:

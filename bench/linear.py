@@ -73,7 +73,7 @@ _DENSE["int4"] = "int4_sym_g32_f16"
 
 SPARSE_ABOUT = """Dense against block-sparse: y = x W^T over sparsities and block shapes.
 
-    python -m bench block_sparse [--blocks 32x32,16x16] [--inner f32] [--json FILE]
+    python -m bench block_sparse [--blocks 32x32,16x16] [--inner f32]
 
 Dense and sparse run in turns, each over copies of its weight that together exceed every cache. The
 break-even density is where the times of the sparse product, taken as a line in the density, meet

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from bench import record
+from bench.compared import cells_tables, group
 from clocher_kernels.errors import UsageError
 from clocher_runtime.disk.output_file import write_file
 
@@ -42,6 +43,10 @@ _DECODED = (
     "model | weights = {format} | threads | tok/s = {tok_s:.4g} | MB per token = {mb:.4g} | "
     "% of read = {pct_of_limit:.0f} | file = `{file}`"
 )
+_RUNS = (
+    "cell | tok/s [95 %] = {speed} | MB/token = {bytes_per_token} | MB touched = {bytes_touched} | "
+    "coverage | effective GB/s = {effective_gbps} | peak MiB = {rss_peak_mb} | file = `{file}`"
+)
 _REAL = (
     "KLD is the KL divergence, nats per token, from the weights of the file in fp32, same top-1 "
     "the share of tokens where both have the same first choice. The text is Wikipedia's paragraphs "
@@ -58,9 +63,6 @@ SHOWN = {
 
 _STORED = re.compile(r"\b(I?Q\d\w*|TQ\d\w*|BF16|F16|MXFP4)")
 _RATIO = ("ratio", "ratio_low", "ratio_high")
-
-Bar = tuple[str, float, float, float]
-"""Name, ratio, ends of its interval."""
 
 
 class Section(NamedTuple):
@@ -80,13 +82,8 @@ def markdown(title: str, intro: Sequence[str], sections: Sequence[Section]) -> s
     return "\n\n".join(parts) + "\n"
 
 
-def html(title: str, intro: Sequence[str], sections: Sequence[Section]) -> str:
-    """Return a report as one self-contained HTML file, also well-formed XML."""
-    return filled("report.html", title=title, intro=intro, sections=sections)
-
-
-def chart(title: str, label: str, bars: Sequence[Bar]) -> str:
-    """Return ratios and their intervals as an SVG picture with a logarithmic axis."""
+def chart(title: str, label: str, bars: Sequence[tuple[str, float, float, float]]) -> str:
+    """Return bars (name, ratio, its interval) as an SVG picture with a logarithmic axis."""
 
     def share(ratio: float) -> float:
         place = math.log(ratio / _TICKS[0]) / math.log(_TICKS[-1] / _TICKS[0])
@@ -103,12 +100,9 @@ def filled(template: str, **values: Any) -> str:
         undefined=StrictUndefined,
         keep_trailing_newline=True,
     )
-    jinja.globals |= {"clean": lambda text: text.translate(_CONTROL), "kind": _kind}
+    jinja.globals["clean"] = lambda text: text.translate(_CONTROL)
+    jinja.globals["kind"] = lambda cell: _CLASSES.get(cell, "number" * record.is_figure(cell))
     return jinja.get_template(template).render(values)
-
-
-def _kind(cell: str) -> str:
-    return _CLASSES.get(cell) or ("number" if record.is_figure(cell) else "")
 
 
 def _markdown_table(table: record.Table) -> str:
@@ -131,12 +125,15 @@ def render(folder: Path) -> dict[str, str]:
     turns = "Same weights, same threads, in turns; tg is decoding, pp reading a prompt."
     real = record.table(record.KINDS["real"].columns, _newest(files))
     decoded = record.table(_DECODED, _decodes(files))
+    newest = {file.name[10:]: file for file in files if file.kind == "harness"}.values()
+    runs = [t for file in newest for t in cells_tables(group(file.rows), _RUNS, file=file.name)]
     sections = [
         Section("Beside other engines", (turns,), (record.table(_BESIDE, peers),)),
         Section("Published files", (_REAL,), (real,)),
         Section("Decoding, beside the read bandwidth of the memory", (), (decoded,)),
+        Section("Runs of make bench", (), tuple(runs)),
     ]
-    found = [section for section in sections if section.tables[0].rows]
+    found = [section for section in sections if any(each.rows for each in section.tables)]
     bars = [
         (f"{model} {row['test']}, {row['isa']}", *(row[key] for key in _RATIO))
         for model, stored in SHOWN.items()

@@ -1,7 +1,6 @@
 """Where the time of a step goes: a row for each kind of call of the Plan, and what is lost between.
 
-    python -m bench profile [--model-dir DIR] [--precision P] [--threads N] [--tokens N]
-                            [--prefill N] [--limit SHARE] [--svg FILE] [--json FILE]
+    python -m bench profile [--model-dir DIR] [--tokens N] [--svg FILE]
 
 The clock is written between all launches of a step, by every thread. A call's time is the mean over
 threads of what its kernels took, its waiting what they spent at the barriers before them; "waiting"

@@ -1,6 +1,6 @@
 """Min-max INT8 calibration: cosine of every matrix, per tensor and per row, and a gate.
 
-    python -m bench ptq_calib --model DIR --bits 4 --group 64 --cosine-threshold 0.99
+    python -m bench ptq_calib --model DIR --bits 4 --cosine-threshold 0.99
 
 Every float matrix of a model is rounded with one scale for all of it and with one per row, and
 compared with itself. The smallest cosine of the chosen granularity must reach the threshold, or the

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from bench.compared import Cells, cells_tables, group
-from bench.pages import Section, add, html, markdown, render
+from bench.pages import Section, add, filled, markdown, render
 from bench.record import FOLDER, KINDS, ResultFile, Table, read_file, table, tables_of
 from clocher_kernels.errors import UsageError
 from clocher_runtime.command.console import Console
@@ -113,7 +113,7 @@ def write_report(
     intro = ("Speeds are tokens a second unless a column says otherwise; [..]: 95 % intervals.",)
     page = folder / "report.html"
     write_file(folder / "report.md", markdown(title, intro, whole).encode())
-    write_file(page, html(title, intro, whole).encode())
+    write_file(page, filled("report.html", title=title, intro=intro, sections=whole).encode())
     return page
 
 

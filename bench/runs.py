@@ -77,7 +77,7 @@ class Harness:
         rows = read_rows(self.path) if self.path.exists() else []
         done = {(row["key"], row["run"]) for row in rows if row["status"] == "ok"}
         turns = [
-            (number, self.cells[(number + turn) % len(self.cells)])
+            (number, self.cells[(number - 1 + turn) % len(self.cells)])
             for number in range(1, self.runs + 1)
             for turn in range(len(self.cells))
         ]

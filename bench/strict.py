@@ -1,6 +1,6 @@
 r"""Speed by the strict contract: three windows, and checks that it can be believed.
 
-    python -m bench.strict [--model-dir DIR] [--tokens N] [--depth D] [--threads N] [--json FILE]
+    python -m bench.strict [--model-dir DIR] [--tokens N] [--json FILE]
 
 Several processes, one after another, each measure a cold generation from launch to text and then,
 in turns, the rows ppP and tgN @ dD as llama-bench names them. Variables of the engine (IE_...)

@@ -37,7 +37,7 @@ VARIABLES: Mapping[str, tuple[Value, str, str]] = {
     "STRICT_REPORT_PATH": (PATH, "", "bench-verify: also a report of the strict window"),
     "VERIFY": (SWITCH, "1", "1: check the results afterwards (bench-verify), 0: do not"),
     "VERIFY_HF_IDS": (SWITCH, "0", "1: compare every token with Hugging Face transformers"),
-    "HF_PY": (PATH, sys.executable, "Python that has transformers"),
+    "HF_PY": (PATH, sys.executable, "Python with transformers, click, msgspec"),
     "HF_DIR": (PATH, "", "Hugging Face model (unset: MODEL_DIR, or the embedded model)"),
     "HF_DEVICE": (one_of("cpu", "cuda"), "cpu", "where it runs"),
     "HF_DTYPE": (one_of("fp32", "fp16", "bf16"), "", "precision that it runs in"),

@@ -4,11 +4,14 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from pkgutil import resolve_name
 
+import click
 import pytest
-from commands import run_script
+from commands import SCRIPT_TARGETS, run_script
 from weight_files import BITNET, ROOT
 
+from bench.__main__ import CASES
 from clocher_runtime.config.commands import resolve
 from clocher_runtime.engine.act_sparsity import act_sparsity
 from clocher_runtime.models.spec import parse_selection
@@ -21,6 +24,19 @@ SIZES = {
     "sglang_model_direct": ("profile", "--tokens 4 --mib 16"),
     "profile_sglang_overhead": ("profile", "--tokens 32 --mib 16 --limit 0.9"),
 }
+
+
+def test_a_script_of_every_older_name_is_there() -> None:
+    assert {*SCRIPT_TARGETS} <= {path.stem for path in (ROOT / "scripts").glob("*.py")}
+    assert SCRIPT_TARGETS["sglang_direct_test"] == SCRIPT_TARGETS["verify_hf_generation_ids"]
+
+
+@pytest.mark.parametrize("where", [where for where, _ in CASES.values()], ids=[*CASES])
+def test_help_shows_a_command_in_the_lines_it_is_written_in(where: str) -> None:
+    command = resolve_name(where)
+    shown = command.get_help(click.Context(command))
+    written = [line.strip() for line in command.help.splitlines() if line.startswith("    ")]
+    assert [line for line in written if line not in shown] == []
 
 
 # Of each case one more is run by test_page_commands, as the page has it.

@@ -195,7 +195,7 @@ def test_the_key_follows_the_content(tmp_path: Path) -> None:
     assert key != content_key(cell, tmp_path, "another machine")
     prompts.write_text("b\n")
     assert key != content_key(cell, tmp_path, "m")
-    with pytest.raises(ModelNotFound):
+    with pytest.raises(ModelNotFound, match=r"^'.*no' does not exist"):  # not "--model_dir: ..."
         content_key(Cell("a", {}, {"model_dir": str(tmp_path / "no")}), tmp_path, "m")
 
 
@@ -205,7 +205,7 @@ def test_the_key_follows_the_content(tmp_path: Path) -> None:
 def test_cells_run_in_turns_after_a_process_that_warms(tmp_path: Path) -> None:
     machine = Machine({"a": 100, "b": 90, "c": 80})
     rows = run(tmp_path / "r.jsonl", machine, cells_of("a", "b", "c"), 3)
-    assert "".join(machine.launched) == "abc" + "bca" + "cab" + "abc"
+    assert "".join(machine.launched) == "abc" + "abc" + "bca" + "cab"
     assert [row["status"] for row in rows] == ["warmup"] * 3 + ["ok"] * 9
     assert [row["order"] for row in rows] == list(range(1, 13))
     assert read_rows(tmp_path / "r.jsonl") == rows

@@ -21,7 +21,7 @@ from bench.pages import (
     Section,
     add,
     chart,
-    html,
+    filled,
     markdown,
     render,
 )
@@ -245,6 +245,8 @@ def test_the_page_says_where_everything_comes_from(folder: Path) -> None:
     assert NOTE in text and "/data/someone" not in text
     for kind in ("peers-tern", "box-decode", "box-strict"):
         assert re.search(rf"\| `[\w-]*{kind}[\w-]*\.json` \|", text), kind
+    speed = r"\| threads=2 \| 192 \[[\d., ]+\] \|"
+    assert re.search(speed + r"( [\d.]+ \|){5} `run\.jsonl` \|", text)
 
 
 def test_the_page_is_short_and_has_one_plot_of_six_rows() -> None:
@@ -282,6 +284,7 @@ def test_the_script_adds_and_renders(folder: Path, tmp_path: Path) -> None:
     places = ("--results", str(results), "--docs", str(docs))
     code, output = update(*places, "--add", str(folder / "run.jsonl"))
     assert code == 0 and "harness-tiny-run.jsonl" in output
+    assert "harness-tiny-run.jsonl` |" in (docs / PAGE).read_text()
     assert update(*places, "--check") == (0, "")
     assert update(*places, "--check", "--add", str(folder / "run.jsonl"))[0] == 2
 
@@ -515,7 +518,7 @@ def test_markdown_escapes_and_html_does_too() -> None:
     text = markdown("T", (), [section])
     assert "| a\\|b | `x_y` |" in text
     assert "\\<i\\>\\*\\_" in text and "[1, 2\\](u)" in text
-    page = html("T", (), [section])
+    page = filled("report.html", title="T", intro=(), sections=[section])
     assert '<td class="pass">✓</td>' in page and '<td class="number">12</td>' in page
     assert "<code>c_d</code> &lt;q&gt;" in page
 

@@ -14,7 +14,7 @@ from fuzz import oracle
 from fuzz.hf_seeds import archive_bytes, torch_archive
 from fuzz.oracle import bounded_memory, judge
 
-from clocher_kernels.errors import FormatError, ModelError
+from clocher_kernels.errors import FormatError, ModelError, ModelNotFound
 from clocher_runtime.checkpoints.hf import torch_bin
 from clocher_runtime.checkpoints.hf.torch_bin import open_torch_bin
 
@@ -187,4 +187,7 @@ def test_an_index_of_pickled_shards_is_checked(tmp_path: Path) -> None:
     assert open_torch_bin(tmp_path).names == ("w",)
     index.write_text(json.dumps({"weight_map": {"v": "a.bin"}}))
     with pytest.raises(FormatError, match="disagree"):
+        open_torch_bin(tmp_path)
+    index.unlink()
+    with pytest.raises(ModelNotFound, match=r"; hf_to_iebin\.py and ptq_from_hf\.py read other"):
         open_torch_bin(tmp_path)

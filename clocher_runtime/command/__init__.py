@@ -34,6 +34,7 @@ SCRIPTS: Mapping[str, str] = {
     "ptq_from_hf": "subcommands.quantize:ptq",
     "ptq_from_source": "subcommands.quantize:ptq",
     "run_harness_report": "-m bench.report run",
+    "sglang_direct_test": "command.verify_hf:verify_ids",
     "sglang_model_direct": "-m bench profile",
     "sparsity_benchmark": "-m bench.harness --sweep act_sparsity=default,topk:0.6,adaptive",
     "update_performance_md": "-m bench.report update",

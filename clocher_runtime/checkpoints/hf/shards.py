@@ -274,7 +274,8 @@ def read_shards(
     elif not (shards := _numbered(folder.directory, stem, suffix)):
         if single == _SINGLE:
             raise no_weights(folder.directory)
-        raise ModelNotFound(f"{folder.directory}: neither {single} nor {index} is there")
+        got = f"{folder.directory}: neither {single} nor {index} is there"
+        raise ModelNotFound(f"{got}; hf_to_iebin.py and ptq_from_hf.py read other weights")
     everything: Arrays = {}
     files = []
     for shard in shards:

@@ -1,0 +1,5 @@
+"""Compare generated ids with Hugging Face transformers."""
+
+from clocher_runtime.command import start
+
+start(__file__)
