@@ -50,7 +50,7 @@ class State(NamedTuple):
         if (self.others_percent or 0) > others_limit:
             why.append(
                 f"other processes: {self.others_percent:.1f} % of CPU time "
-                f"(limit {others_limit:g} %)"
+                f"(--others-limit {others_limit:g})"
             )
         if self.throttled_events:
             why.append(f"thermal throttling: {self.throttled_events} events")

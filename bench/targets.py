@@ -200,6 +200,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a target; return its exit code."""
     name, *flags = sys.argv[1:] if argv is None else argv
     try:
+        if name not in TARGETS:
+            raise UsageError(f"got {name}; expected one of {', '.join(TARGETS)}")
         return TARGETS[name](set_up(os.environ, flags))
     except (ClocherError, KeyboardInterrupt) as error:
         _say(f"{name}: error: {error or type(error).__name__}")

@@ -224,7 +224,7 @@ def test_a_disturbed_run_is_void_and_repeated(tmp_path: Path) -> None:
     ]
     assert rows[1]["why"] == [
         "steal: 2.5 % of CPU time (limit 1 %)",
-        "other processes: 40.0 % of CPU time (limit 5 %)",
+        "other processes: 40.0 % of CPU time (--others-limit 5)",
     ]
     (cell,) = group(rows).values()
     assert len(good(cell)) == 2

@@ -285,7 +285,7 @@ class EngineProcess:
                     env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
                     start_new_session=True,  # Ctrl-C is for the server, which ends the engine
                 )
-            self.pid = self._process.pid
+            self.pid, self._heard = self._process.pid, loop.time()
             self._writer.write(encode(self._start))
             while not line.ended.done():
                 if self.ready and self.age_s > max(WEDGED_S, 20 * self.step_s):
