@@ -133,6 +133,30 @@ def test_who_does_not_read_for_a_time_is_cut_off():
     asyncio.run(read_late())
 
 
+def test_a_response_that_is_not_streamed_takes_many_tokens_at_once():
+    async def take() -> None:
+        job = Job([3, 4], lambda number: None)
+        job.at_once = 3
+        job.put(3, Made(3, 1), False, 0.0)
+        job.put(4, Made(4, 2), False, 0.0)
+        reading = asyncio.ensure_future(job.read())
+        assert len(await reading) == 2, "what is there is read"
+        reading = asyncio.ensure_future(job.read())
+        await asyncio.sleep(0)
+        for number in (3, 4):
+            job.put(number, Made(number, 5), False, 0.0)
+            await asyncio.sleep(0)
+            assert not reading.done()
+        job.put(3, Made(3, 6), False, 0.0)
+        assert len(await reading) == 3
+        reading = asyncio.ensure_future(job.read())
+        await asyncio.sleep(0)
+        job.put(4, Made(4, 7, "stop"), True, 0.0)
+        assert len(await reading) == 1, "the last token of one is not kept waiting"
+
+    asyncio.run(take())
+
+
 def test_an_engine_error_is_logged_without_what_a_client_wrote():
     async def fail(engine: EngineProcess) -> None:
         job = engine.submit([ASK])

@@ -81,6 +81,7 @@ class _Choice:
     stops: StopStrings
     names: Tokenizer | None = None  # of tokens, if log probabilities are requested
     prompt: list[int] = field(default_factory=list)  # its ids if they are echoed
+    one_call: bool = False  # whether it ends before a second tool call
     finish: str = ""  # why it ended
     unsure: Unsure | None = None  # uncommitted tokens, not reported yet
     logprobs: list[Any] = field(default_factory=list)  # not reported yet
@@ -88,10 +89,9 @@ class _Choice:
 
 @dataclass(slots=True, kw_only=True)
 class ChatChoice(_Choice):
-    """A choice of a chat: `stops` end its content, `one_call` ends it before a second tool call."""
+    """A choice of a chat: `stops` end its content."""
 
     reader: AnswerReader
-    one_call: bool = False
     begun: bool = False
     calls: dict[int, str] = field(default_factory=dict)  # index -> id
 

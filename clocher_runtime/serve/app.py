@@ -40,7 +40,7 @@ from clocher_runtime.serve.edge import (
     unrouted,
 )
 from clocher_runtime.serve.embeddings import EmbeddingsRequest, embed
-from clocher_runtime.serve.engine_process import EngineProcess
+from clocher_runtime.serve.engine_process import TOGETHER, EngineProcess
 from clocher_runtime.serve.errors import failure, invalid
 from clocher_runtime.serve.messages import Submit
 from clocher_runtime.serve.openapi import ROUTES, document
@@ -173,11 +173,14 @@ class Server:
             asks = self._asks(asked, zip(prompts, budgets, strict=True), spec)
         job = self.engine.submit(asks)
         job.expire(self.config.timeout)
+        choices = [self._choice(asked, ask, tail) for ask in asks]
+        if not (asked.stream or asked.stop or choices[0].one_call):  # no piece of it is awaited
+            job.at_once = TOGETHER
         return Pipeline(
             Answer(kind, asked.model or self.name, sum(map(len, prompts))),
             asked,
             job,
-            [self._choice(asked, ask, tail) for ask in asks],
+            choices,
             self.prompts,
         )
 

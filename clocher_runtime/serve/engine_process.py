@@ -45,6 +45,8 @@ _SOCKET_BYTES = 4 << 20
 MAX_UNREAD, UNREAD_S = 256, 5.0
 """A request with so many unread tokens in a sequence for so many seconds is cancelled."""
 _FAR_BEHIND = 1 << 16  # unread tokens of a sequence, at any speed
+TOGETHER = 64
+"""Tokens that a response which is not streamed takes at once: waking for each costs the steps."""
 
 
 class News(NamedTuple):
@@ -55,7 +57,12 @@ class News(NamedTuple):
 
 
 class Job:
-    """The sequences of a request, by their engine ids `numbers`; `cancel` stops one there."""
+    """The sequences of a request, by their engine ids `numbers`; `cancel` stops one there.
+
+    `read` waits for `at_once` events, or the last one of a sequence.
+    """
+
+    at_once = 1
 
     def __init__(self, numbers: Sequence[int], cancel: Callable[[int], None]) -> None:
         self._open = {number: index for index, number in enumerate(numbers)}
@@ -112,7 +119,8 @@ class Job:
         late = now - self._unread_since > UNREAD_S
         if unread > MAX_UNREAD and (late or unread > _FAR_BEHIND):
             self.fail(failure("slow_reader"))
-        self._stirred.set()
+        if last or len(self._news) >= self.at_once:
+            self._stirred.set()
 
     def fail(self, error: ApiError) -> None:
         """End all sequences with an error."""
