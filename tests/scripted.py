@@ -120,7 +120,7 @@ class ScriptedEngine(EngineProcess):
         self._next += 1
         self.script.open.add(number)
         self.script.sampled.append(asks[0].sampling)
-        job = Job([number], self.script.open.discard)
+        job = Job([number], lambda number, how: self.script.open.discard(number))
         task = asyncio.ensure_future(self._make(number, job, asks[0].max_new))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -128,18 +128,17 @@ class ScriptedEngine(EngineProcess):
 
     async def _make(self, number: int, job: Job, most: int) -> None:
         script, steps = self.script, self.script.steps
-        count = min(len(steps), most)
+        count, now = min(len(steps), most), asyncio.get_running_loop().time()
         for at in range(count):
             if script.dies_after is not None and at == script.dies_after[0]:
                 return job.fail(script.dies_after[1])
             if number not in script.open:
                 return None
             last = at == count - 1
-            job.put(
-                number, Made(number, 65, ("length" if count < len(steps) else "stop") * last), last
-            )
+            finish = ("length" if count < len(steps) else "stop") * last
+            job.put(number, Made(number, 65, finish), last, now)
             if (unsure := script.unsure.get(at + 1)) is not None:
-                job.put(number, Unsure(number, unsure), False)
+                job.put(number, Unsure(number, unsure), False, now)
             if at % script.tokens == 0:
                 await asyncio.sleep(script.token_s)
         script.open.discard(number)

@@ -210,7 +210,9 @@ def test_formats_and_dimensions(server: Served) -> None:
 def test_what_does_not_fit_is_refused(server: Served) -> None:
     long = server.ask("/v1/embeddings", input=[[1], [1] * 5000])
     assert long.status_code == 400
-    assert long.json()["error"]["code"] == "context_length_exceeded"
+    error = long.json()["error"]
+    assert error["code"] == "context_length_exceeded"
+    assert error["message"].endswith("has 5000 tokens in the input; shorten them")
     outside = server.ask("/v1/embeddings", input=[1 << 20])
     assert outside.status_code == 400 and "out of range" in outside.json()["error"]["message"]
 

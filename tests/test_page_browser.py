@@ -493,6 +493,28 @@ def test_dark_and_light_can_be_read(browser: Browser, script: Script) -> None:
     assert browser.js(paper) == papers[1]
 
 
+def test_the_ring_of_the_composer_is_of_one_width(browser: Browser, script: Script) -> None:
+    browser.js("input.focus()")
+    box = browser.js("return $('composer').getBoundingClientRect().toJSON()")
+    clip = {"x": box["x"] - 4, "y": box["y"] - 4, "width": box["width"], "height": 30, "scale": 1}
+    taken = browser.driver.execute_cdp_cmd("Page.captureScreenshot", {"clip": clip})
+    widths = browser.run(
+        """const image = new Image();
+        image.onload = () => {
+          const {width, height} = image, sheet = new OffscreenCanvas(width, height);
+          const paint = sheet.getContext('2d');
+          paint.drawImage(image, 0, 0);
+          const blue = paint.getImageData(0, 0, width, height).data.filter((_, at) => at % 4 === 2);
+          const down = blue.filter((_, at) => at % width === width >> 1);
+          const across = blue.slice(-width).slice(0, 12);  // the accent has little blue
+          done([down, across].map((strip) => strip.filter((value) => value < 90).length));
+        };
+        image.src = 'data:image/png;base64,' + arguments[0];""",
+        taken["data"],
+    )
+    assert widths == [2, 2]
+
+
 def test_a_window_of_360_pixels_is_enough(browser: Browser, script: Script) -> None:
     browser.size(360, 640)
     browser.js("$('name').textContent = 'A-Model-With-A-Long-Name-Instruct.Q4_K_M'")

@@ -131,14 +131,19 @@ def test_a_stream_without_usage_has_no_chunk_without_choices(server):
 
 
 def test_stop_strings_end_a_text_and_are_no_part_of_it(server, offline):
+    def aborted() -> list[str]:
+        lines = server.client.get("/metrics").text.splitlines()
+        return [line for line in lines if 'finished_reason="abort"' in line]
+
     free = offline.complete("def area(", max_new=40, temperature=0).text
-    stop = free[10:14]
+    stop, before = free[10:14], aborted()
     body = {"prompt": "def area(", "max_tokens": 40, "temperature": 0, "stop": [stop]}
     got = server.ask("/v1/completions", **body).json()["choices"][0]
     assert got == {**got, "text": free[: free.index(stop)], "finish_reason": "stop"}
     events = server.events("/v1/completions", **body)
     assert "".join(e["choices"][0]["text"] for e in events[:-1]) == got["text"]
     settled(server)
+    assert aborted() == before, "to the metrics a stop string is a stop"
 
 
 def test_echo_with_logprobs_scores_the_prompt(server, offline):
@@ -361,7 +366,7 @@ def test_pages_of_others_may_not_call(server):
 
 
 def test_pages_that_are_named_may_call():
-    with edge(cors_origins="http://good.example", api_key="k") as client:
+    with edge(cors_origins="http://good.example/, http://b.example", api_key="k") as client:
         asking = {
             "origin": "http://good.example",
             "access-control-request-method": "POST",

@@ -120,13 +120,13 @@ def test_a_pause_of_both_processes_is_no_fault_of_the_engine(monkeypatch: pytest
 
 def test_who_does_not_read_for_a_time_is_cut_off():
     async def read_late() -> None:
-        cancelled: list[int] = []
-        job = Job([7], cancelled.append)
+        cancelled: list[tuple[int, str]] = []
+        job = Job([7], lambda *ended: cancelled.append(ended))
         for token in range(engine_process.MAX_UNREAD + 1):
             job.put(7, Made(7, token), False, 3.0)
         assert not cancelled, "many tokens at once are no fault of the reader"
         job.put(7, Made(7, 0), False, 3.1 + engine_process.UNREAD_S)
-        assert cancelled == [7]
+        assert cancelled == [(7, "abort")]
         with pytest.raises(ApiError, match="not read"):
             await job.read()
 
@@ -170,14 +170,14 @@ def test_an_engine_error_is_logged_without_what_a_client_wrote():
 
 def test_a_sequence_that_ended_gets_nothing_more():
     async def end() -> None:
-        cancelled: list[int] = []
-        job = Job([3, 4], cancelled.append)
+        cancelled: list[tuple[int, str]] = []
+        job = Job([3, 4], lambda *ended: cancelled.append(ended))
         job.put(3, Made(3, 1), False, 0.0)
-        job.end(0)
+        job.end(0, "stop")
         job.put(3, Made(3, 2), False, 0.0)
         job.put(4, Made(4, 5, "stop"), True, 0.0)
         assert [(news.sequence, news.what.token) for news in await job.read()] == [(0, 1), (1, 5)]
         assert await job.read() == [] and not job._open
-        assert cancelled == [3]
+        assert cancelled == [(3, "stop")]
 
     asyncio.run(end())

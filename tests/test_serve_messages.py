@@ -138,7 +138,7 @@ def test_a_last_turn_of_the_model_is_continued(content: object, continues: bool)
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
         ({"tools": [{"name": "a b", "input_schema": {}}]}, "tools[0].name"),
         ({"tool_choice": {"type": "any"}}, "tool_choice asks for a tool"),
-        ({"tools": [WEATHER], "tool_choice": {"type": "tool"}}, "name is null"),
+        ({"tools": [WEATHER], "tool_choice": {"type": "tool"}}, "tool_choice.name is missing"),
         ({"max_tokens": 0}, "max_tokens is 0"),
         ({"max_tokens": None}, "max_tokens is null"),
         ({"mcp_servers": [{"name": "x"}]}, "mcp_servers is not supported"),

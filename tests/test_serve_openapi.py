@@ -41,7 +41,7 @@ class FakeEngine(EngineProcess):
     def submit(self, asks: Sequence[Submit]) -> Job:
         """Answer at once."""
         assert self.ready is not None
-        job = Job(range(len(asks)), lambda number: None)
+        job = Job(range(len(asks)), lambda number, how: None)
         for number, ask in enumerate(asks):
             top = tuple((token, -1.0) for token in range(max(ask.logprobs, 0)))
             if ask.pooling:

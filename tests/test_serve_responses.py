@@ -198,7 +198,7 @@ def test_what_asks_for_nothing_that_is_missing_is_read() -> None:
         ({"input": None}, "input"),
         ({"input": []}, "input"),
         ({"input": 3}, "input"),
-        ({"input": [3]}, "input[0].type"),
+        ({"input": [3]}, "input[0]"),
         ({"input": [{}]}, "input[0].role"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
         ({"input": [{"type": ["message"]}]}, "input[0].type"),

@@ -551,7 +551,7 @@ def test_tokenize() -> None:
     assert request.prompt == "x" and request.add_special_tokens is False
     request = parsed(TokenizeRequest, {"messages": MESSAGES, "tools": [WEATHER]})
     assert request.dialogue() == MESSAGES and len(request.functions) == 1
-    assert refusal(TokenizeRequest, {}).param == "prompt"
+    assert refusal(TokenizeRequest, {}).message == "neither prompt nor messages; expected one"
     assert refusal(TokenizeRequest, {"prompt": "x", "messages": MESSAGES}).param == "prompt"
 
 

@@ -286,7 +286,7 @@ class Pipeline:
                 self.answer.count(what, index % self.asked.choices == 0)
                 added = choice.push(what)
                 if choice.finish:
-                    self.job.end(index)
+                    self.job.end(index, "stop")  # if the engine did not: a stop string
                 yield index, added, choice.finish
 
     async def whole(self) -> dict[str, Any]:

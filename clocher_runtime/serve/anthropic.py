@@ -10,7 +10,7 @@ from clocher_kernels.errors import FormatError
 from clocher_runtime.disk.strict_json import parse_object
 from clocher_runtime.serve.answers import Answer
 from clocher_runtime.serve.edge import Event
-from clocher_runtime.serve.errors import MESSAGES_PATH, ApiError, to_json
+from clocher_runtime.serve.errors import MESSAGES_PATH, ApiError, invalid, to_json
 from clocher_runtime.serve.requests import ChatRequest, SamplingFields
 from clocher_runtime.serve.schemas import (
     MAX_MESSAGES,
@@ -166,6 +166,8 @@ class CountTokensRequest(Schema):
             else:
                 messages.append(message)
         last, choice = messages[-1], self.tool_choice or ToolChoice(type="auto")
+        if choice.type == "tool" and choice.name is None:
+            raise invalid("tool_choice.name is missing", "tool_choice.name")
         is_open = last["role"] == "assistant" and not last["tool_calls"]
         named = {"any": "required", "tool": function_of(name=choice.name)}
         wanted = self.output_config and self.output_config.format

@@ -307,7 +307,7 @@ class Server:
     def app(self) -> Starlette:
         """Return the ASGI application."""
         page = {} if self.config.no_page else read_page()
-        origins = list(filter(None, map(str.strip, (self.config.cors_origins or "").split(","))))
+        origins = [o.strip(" /") for o in (self.config.cors_origins or "").split(",") if o.strip()]
         gate = Middleware(
             Gate,
             key=self.config.api_key,

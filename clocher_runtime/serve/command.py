@@ -15,8 +15,7 @@ from clocher_runtime.command.flags import script
 from clocher_runtime.config.commands import ServeConfig
 from clocher_runtime.exit_codes import ExitCode
 
-ABOUT = """Serve a language model over HTTP, as OpenAI does: /v1/chat/completions, /v1/completions,
-/v1/responses, /v1/models.
+ABOUT = """Serve a language model over HTTP: OpenAI's API, Anthropic's messages, a chat page at /.
 
 It listens on this machine only, unless --host names another address. When the model is loaded,
 standard output gets the address, as one line of JSON where it is no terminal; messages go to

@@ -64,7 +64,7 @@ class Job:
 
     at_once = 1
 
-    def __init__(self, numbers: Sequence[int], cancel: Callable[[int], None]) -> None:
+    def __init__(self, numbers: Sequence[int], cancel: Callable[[int, str], None]) -> None:
         self._open = {number: index for index, number in enumerate(numbers)}
         self._numbers, self._cancel = list(numbers), cancel
         self._limit: asyncio.TimerHandle | None = None
@@ -85,11 +85,11 @@ class Job:
             raise self._error
         return news
 
-    def end(self, sequence: int) -> None:
-        """Cancel a sequence."""
+    def end(self, sequence: int, how: str = "abort") -> None:
+        """Cancel a sequence; `how` it ended is for the metrics."""
         number = self._numbers[sequence]
         if self._open.pop(number, None) is not None:
-            self._cancel(number)
+            self._cancel(number, how)
         self._stirred.set()
 
     def close(self) -> None:
@@ -246,9 +246,9 @@ class EngineProcess:
             self._open[number] = _Running(job, len(ask.ids), not ask.max_new, now, now)
         return job
 
-    def _cancel(self, number: int) -> None:
+    def _cancel(self, number: int, how: str) -> None:
         if number in self._open:  # else it has ended
-            self._end(number, "abort")
+            self._end(number, how)
             if self._writer is not None:
                 self._writer.write(encode(Cancel(number)))
 

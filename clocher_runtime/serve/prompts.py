@@ -131,11 +131,10 @@ def room_for(
             f"{param}: token id {max(ids)} out of range (vocabulary size {vocab_size})", param
         )
     if len(ids) + (wanted or 0) > longest or (wanted is None and len(ids) >= longest):
-        asked = f"{len(ids)} tokens in the {param}"
-        asked += f" and {wanted} in the answer" if wanted else ""
+        rest = f" and {wanted} in the answer; shorten one of them" if wanted else "; shorten them"
         raise invalid(
-            f"This model's maximum context length is {longest} tokens, but the request has {asked};"
-            " shorten one of them",
+            f"This model's maximum context length is {longest} tokens, but the request has "
+            f"{len(ids)} tokens in the {param}{rest}",
             param,
             "context_length_exceeded",
         )

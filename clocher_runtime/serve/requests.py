@@ -350,8 +350,8 @@ class TokenizeRequest(ChatFields):
         """Validate combinations of fields."""
         super().model_post_init(context)
         if (self.prompt is None) == (self.messages is None):
-            both = "neither" if self.prompt is None else "both"
-            raise Refused(f"{both} of prompt and messages are given; expected one", "prompt")
+            found = "neither prompt nor" if self.prompt is None else "both prompt and"
+            raise Refused(f"{found} messages; expected one", "prompt")
 
 
 class DetokenizeRequest(Schema):

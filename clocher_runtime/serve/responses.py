@@ -81,8 +81,7 @@ class FunctionCallOutput(Schema):
 
 
 def _kind(item: Any) -> str:
-    kind = item.get("type", "message") if isinstance(item, dict) else None
-    return kind if isinstance(kind, str) else "of no type"
+    return str(item.get("type", "message")) if isinstance(item, dict) else "message"
 
 
 Item = Annotated[
