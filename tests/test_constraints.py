@@ -188,7 +188,7 @@ def test_a_processor_that_forbids_what_is_allowed_is_named(make: Make) -> None:
 
 
 def test_constraints_that_cannot_be_used(make: Make) -> None:
-    with pytest.raises(UsageError, match="1 constraints for 2 prompts"):
+    with pytest.raises(UsageError, match="1 constraint for 2 prompts"):
         texts(make(), [prompt(0), prompt(1)], [Some(0)])
     stub = make_session(stub_model(), backend="stub", context=64, chunk=4)
     with pytest.raises(UsageError, match="leave constraints out"):

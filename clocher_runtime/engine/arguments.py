@@ -257,7 +257,8 @@ def one_for_each(
         return [None] * prompts
     found: list[Constraint | None] = listed(given, "a list of constraints, one for each prompt")
     if len(found) != prompts:
-        raise UsageError(f"{len(found)} constraints, {counted(prompts, 'prompt')}; give one each")
+        both = counted(len(found), "constraint"), counted(prompts, "prompt")
+        raise UsageError(f"{both[0]} for {both[1]}; give each its own, or None")
     if not masks.size and any(each is not None for each in found):
         raise UsageError("this back end draws what it wants; leave constraints out")
     return found
