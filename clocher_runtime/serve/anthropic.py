@@ -225,6 +225,7 @@ class MessageStream:
     blocks: list[dict[str, Any]] = field(default_factory=list)
     arguments: str = ""  # of the last block, if it is a call
     stopped: dict[str, str | None] = field(default_factory=dict)
+    end: ClassVar = b""
 
     def start(self) -> Iterator[Event]:
         yield {"type": "message_start", "message": self.response()}

@@ -24,7 +24,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from clocher_runtime.config.commands import is_local
 from clocher_runtime.disk.files import read_bytes
-from clocher_runtime.serve.answers import DONE, Pipeline
+from clocher_runtime.serve.answers import Pipeline
 from clocher_runtime.serve.errors import ApiError, failure, from_exception, invalid, to_json
 
 PUBLIC = frozenset({"/health"})
@@ -275,12 +275,11 @@ class EventAnswer:
     `writer` makes events and their sum. `start()`: the first ones. `push(deltas, calls, logprobs)`:
     those of a token, with the ids of the calls so far. `finish(why, stop)`: the last ones; `why` is
     "stop", "length" or "tool_calls", `stop` the stop string that was found. `fail(error)`: instead
-    of these. `response()`: the object so far.
+    of these. `response()`: the object so far. `end`: bytes after the last events.
     """
 
     def __init__(self, chat: Pipeline, writer: Any) -> None:
         self._chat, self._writer = chat, writer
-        self._end = DONE if chat.answer.kind == "resp_" else b""  # Open Responses, 2026-04-24
 
     async def whole(self) -> dict[str, Any]:
         """Return the response of a request without `stream`; raises ApiError."""
@@ -294,11 +293,11 @@ class EventAnswer:
         async for events in self._steps():
             if events:
                 yield _sent(events)
-        yield self._end
+        yield self._writer.end
 
     def failed(self, error: ApiError) -> bytes:
         """Return the last events of a failed stream."""
-        return _sent(self._writer.fail(error)) + self._end
+        return b"".join((_sent(self._writer.fail(error)), self._writer.end))
 
     async def _steps(self) -> AsyncIterator[list[Event]]:
         (choice,) = self._chat.choices

@@ -59,7 +59,7 @@ class News(NamedTuple):
 class Job:
     """The sequences of a request, by their engine ids `numbers`; `cancel` stops one there.
 
-    `read` waits for `at_once` events, or the last one of a sequence.
+    A `read` that has to wait is woken by `at_once` events, or the last one of a sequence.
     """
 
     at_once = 1

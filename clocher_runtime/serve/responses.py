@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 import msgspec
 from pydantic import Discriminator, Field, Tag
 
-from clocher_runtime.serve.answers import Answer, now_s
+from clocher_runtime.serve.answers import DONE, Answer, now_s
 from clocher_runtime.serve.edge import Event
 from clocher_runtime.serve.errors import ApiError, failure, to_json
 from clocher_runtime.serve.requests import MAX_LOGPROBS, ChatRequest, SamplingFields
@@ -259,6 +259,7 @@ class ResponseStream:
     error: dict[str, Any] | None = None
     reasoning_tokens: int = 0
     sequence: int = 0  # sequence number of the next event
+    end: ClassVar = DONE  # Open Responses, 2026-04-24
 
     def start(self) -> Iterator[Event]:
         for kind in ("response.created", "response.in_progress"):
@@ -316,12 +317,17 @@ class ResponseStream:
         return {
             "id": self._id("resp"),
             "object": "response",
-            **{"created_at": answer.created, "completed_at": self.completed},
-            **{"status": self.status, "error": self.error, "model": answer.model},
+            "created_at": answer.created,
+            "completed_at": self.completed,
+            "status": self.status,
+            "error": self.error,
+            "model": answer.model,
             "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
             "output": list(self.output),
             "usage": None if self.status == "in_progress" else usage,
-            **{"background": False, "truncation": "disabled", "service_tier": "default"},
+            "background": False,
+            "truncation": "disabled",
+            "service_tier": "default",
             "reasoning": {"effort": asked.reasoning and asked.reasoning.effort, "summary": None},
             "text": {"format": wanted.model_dump(by_alias=True) if wanted else {"type": "text"}},
             **{name: _REPEATED[name] if value is None else value for name, value in given.items()},
