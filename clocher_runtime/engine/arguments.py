@@ -96,6 +96,7 @@ _NUMBERS = {
     "frequency_penalty": _PENALTY,
 }
 _TOKEN = integer(0, inf)
+AT_LEAST_ONE = integer(1, inf)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from clocher_kernels.errors import ModelChanged, UsageError
 from clocher_kernels.ops.elementwise import rms_norm
 from clocher_kernels.plan import Touch
 from clocher_runtime.config.engine import EngineConfig
-from clocher_runtime.config.values import integer, shown
+from clocher_runtime.config.values import shown
 from clocher_runtime.engine import arguments
 from clocher_runtime.engine.arguments import Constraint, Sampling
 from clocher_runtime.engine.backends import Progress
@@ -173,7 +173,7 @@ class Session:
 
         def begin() -> OutputQueue:
             usable = arguments.for_each_prompt(prompts, self.check)
-            most = integer(1, inf).check("max_new", max_new)
+            most = arguments.AT_LEAST_ONE.check("max_new", max_new)
             stop = frozenset(self.model.spec.eos_ids) if stop_ids is None else stop_ids
             chosen, number = sampling or Sampling(), self._adapter(adapter)
             arguments.check_biases(chosen.logit_bias, self.model.spec.vocab_size)

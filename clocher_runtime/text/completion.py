@@ -3,14 +3,13 @@
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from math import inf
 from typing import Any, Literal, NamedTuple, Self
 
 import numpy as np
 
 from clocher_kernels.errors import UsageError
 from clocher_runtime.config.values import integer, refuse_unknown, shown
-from clocher_runtime.engine.arguments import Constraint, Sampling, listed
+from clocher_runtime.engine.arguments import AT_LEAST_ONE, Constraint, Sampling, listed
 from clocher_runtime.engine.generation import Generation
 from clocher_runtime.engine.requests import Token
 from clocher_runtime.engine.session import Session
@@ -79,7 +78,7 @@ class Options:
         name = lengths[0] if lengths else "max_new"
         logprobs = given.get("logprobs")
         return cls(
-            integer(1, inf).check(name, given.get(name, MAX_NEW)),
+            AT_LEAST_ONE.check(name, given.get(name, MAX_NEW)),
             _stops(given.get("stop")),
             None if logprobs is None else _LOGPROBS.check("logprobs", logprobs),
             Sampling(**{key: given[key] for key in _SAMPLING if key in given}),
