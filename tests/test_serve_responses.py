@@ -149,6 +149,13 @@ def test_tools_and_formats_are_those_of_chats() -> None:
     }
     assert asked(text={"format": {"type": "text"}}).chat().constraint is None
     assert asked(tools=[WEATHER], tool_choice="none").chat().functions == []
+    other = {"type": "function", "name": "play"}
+    allowed = {"type": "allowed_tools", "mode": "required", "tools": [other]}
+    request = asked(tools=[WEATHER, other], tool_choice=allowed)
+    chat = request.chat()
+    assert chat.must_call and [tool["function"]["name"] for tool in chat.functions] == ["play"]
+    stream = ResponseStream(request, ResponseStore(), Answer("resp_", "m", prompt_tokens=5))
+    assert stream.response()["tool_choice"] == allowed
 
 
 def test_what_asks_for_nothing_that_is_missing_is_read() -> None:
@@ -190,6 +197,7 @@ def test_what_asks_for_nothing_that_is_missing_is_read() -> None:
         ({"tools": [WEATHER, WEATHER]}, "tools"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": {"type": "function", "name": "weather"}}, "tool_choice"),
+        ({"tool_choice": {"type": "allowed_tools", "mode": "auto"}}, "tool_choice.tools"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"max_tool_calls": 0}, "max_tool_calls"),
         ({"temperature": 3}, "temperature"),

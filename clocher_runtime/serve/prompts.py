@@ -118,11 +118,17 @@ def _until_end_of(content: str, text: str) -> str:
 
 
 def room_for(
-    ids: Sequence[int], wanted: int | None, longest: int, vocab_size: int, param: str
+    ids: Sequence[int],
+    wanted: int | None,
+    longest: int,
+    vocab_size: int,
+    param: str,
+    where: str = "",
 ) -> int:
     """Return how many tokens may follow a prompt, `wanted` or what fits in `longest`.
 
-    Raises ApiError about the field `param`: no room, or an id that is not below `vocab_size`.
+    Raises ApiError about the field `param`: no room, or an id that is not below `vocab_size`;
+    `where`: all that the tokens come from, if that is not `param` alone.
     """
     if not ids:
         raise invalid(f"{param} has no tokens; give it at least one", param)
@@ -134,7 +140,7 @@ def room_for(
         rest = f" and {wanted} in the answer; shorten one of them" if wanted else "; shorten them"
         raise invalid(
             f"This model's maximum context length is {longest} tokens, but the request has "
-            f"{len(ids)} tokens in the {param}{rest}",
+            f"{len(ids)} tokens in the {where or param}{rest}",
             param,
             "context_length_exceeded",
         )

@@ -15,6 +15,7 @@ from clocher_runtime.serve.schemas import (
     MAX_MESSAGES,
     MAX_TOKENS,
     MAX_TOOLS,
+    AllowedFunctions,
     CalledFunction,
     FlatSchemaFormat,
     FunctionTool,
@@ -117,7 +118,11 @@ class ResponsesRequest(SamplingFields):
     instructions: str | None = None
     max_output_tokens: int | None = Field(None, ge=1, le=MAX_TOKENS)
     tools: list[FunctionTool] | None = Field(None, max_length=MAX_TOOLS, fail_fast=True)
-    tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
+    tool_choice: (
+        Literal["none", "auto", "required"]
+        | Annotated[NamedFunction | AllowedFunctions, Field(discriminator="type")]
+        | None
+    ) = None
     parallel_tool_calls: bool | None = None
     text: TextSettings | None = None
     reasoning: ReasoningSettings | None = None
@@ -151,12 +156,11 @@ class ResponsesRequest(SamplingFields):
         form = wanted and wanted.model_dump(by_alias=True)
         if isinstance(wanted, FlatSchemaFormat):
             form = {"type": "json_schema", "json_schema": form}
-        named = function_of(**choice.model_dump()) if isinstance(choice, NamedFunction) else choice
         fields = {
             "messages": self._messages(),
             "max_completion_tokens": self.max_output_tokens,
             "tools": [function_of(**tool.model_dump()) for tool in self.tools or ()],
-            "tool_choice": named,
+            "tool_choice": choice if choice is None or isinstance(choice, str) else choice.plain(),
             "reasoning_effort": self.reasoning and self.reasoning.effort,
             "response_format": form,
             "logprobs": "message.output_text.logprobs" in (self.include or ())
