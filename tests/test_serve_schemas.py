@@ -189,6 +189,12 @@ def test_sampling_is_what_the_engine_takes() -> None:
     )
 
 
+def test_the_repetition_penalty_has_the_name_of_llama_cpp_too() -> None:
+    assert chat(repeat_penalty=1.1).sampling()["repetition_penalty"] == 1.1
+    error = chat_refusal(repeat_penalty=0)
+    assert (error.param, error.message[:19]) == ("repeat_penalty", "repeat_penalty is 0")
+
+
 @given(seed=st.integers(-(1 << 63), (1 << 64) - 1))
 @settings(max_examples=50, deadline=None)
 def test_each_choice_has_its_own_seed(seed: int) -> None:

@@ -4,7 +4,7 @@ import secrets
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, StringConstraints
+from pydantic import AliasChoices, Field, StringConstraints
 
 from clocher_runtime.engine.arguments import taken
 from clocher_runtime.serve.errors import Refused
@@ -72,7 +72,9 @@ class SamplingFields(Schema):
     min_p: float | None = Field(None, ge=0, le=1)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    repetition_penalty: float | None = Field(None, ge=0.01, le=100)
+    repetition_penalty: float | None = Field(
+        None, ge=0.01, le=100, validation_alias=AliasChoices("repetition_penalty", "repeat_penalty")
+    )
     logit_bias: Biases | None = Field(None, description="token id -> added to its logit")
     seed: int | None = Field(None, ge=-_SEEDS // 2, le=_SEEDS - 1)
     ignore_eos: bool | None = None
