@@ -184,7 +184,7 @@ def test_what_asks_for_nothing_that_is_missing_is_read() -> None:
         ({"conversation": "c"}, "conversation"),
         ({"background": True}, "background"),
         ({"prompt": {"id": "p"}}, "prompt"),
-        ({"truncation": "auto"}, "truncation"),
+        ({"truncation": "some"}, "truncation"),
         ({"top_logprobs": 21}, "top_logprobs"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"max_tokens": 5}, "max_tokens"),
@@ -610,6 +610,31 @@ def test_log_probabilities_and_stop(server, client):
     cut = client.responses.create(**body, extra_body={**fields, "stop": stop})
     assert cut.status == "completed" and cut.output_text == plain.output_text.partition(stop)[0]
     assert cut.output[-1].content[0].logprobs == []
+
+
+def test_the_oldest_turns_go_if_the_input_does_not_fit(server, client):
+    turns = []
+    for number in range(9):
+        turns.append({"role": "user", "content": f"Turn {number}\n" + "x = 1\n" * 200})
+        turns.append({"role": "assistant", "content": "Fine."})
+    turns.append({"role": "user", "content": "Which turn?"})
+
+    def tokens(given: object, **more: Any) -> int | None:
+        """Return the tokens of a prompt, None if it does not fit."""
+        body = {"model": server.facts["model"], "instructions": "Be brief", "max_output_tokens": 50}
+        try:
+            got = client.responses.create(**body, input=given, **more)
+        except openai.BadRequestError as error:
+            assert error.code == "context_length_exceeded"
+            return None
+        assert got.truncation == more.get("truncation", "disabled")
+        return got.usage.input_tokens
+
+    assert tokens(turns) is None
+    fits = next(found for at in range(2, len(turns), 2) if (found := tokens(turns[at:])))
+    assert tokens(turns, truncation="auto") == fits
+    assert tokens(turns[-1:], truncation="auto") == tokens(turns[-1:])
+    assert tokens("x = 1\n" * 2000, truncation="auto") is None
 
 
 def test_a_client_that_goes_leaves_nothing_behind(server, client):

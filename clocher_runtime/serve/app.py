@@ -108,6 +108,9 @@ class Server:
             found = self.stored.read(before, "previous_response_not_found")
             asked = await self.prompts.apart(partial(asked.after, found["items"]))
         chat = await self.prompts.apart(asked.chat)
+        if asked.truncation == "auto":
+            ready = self.engine.serving()
+            chat = await self.prompts.shortened(chat, ready.longest, ready.vocab_size)
         writer = partial(ResponseStream, asked, self.stored)
         return await self._answer(request, chat, "resp_", writer)
 

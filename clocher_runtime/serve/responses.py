@@ -106,7 +106,6 @@ class ResponsesRequest(SamplingFields):
         "background": ((False,), "use stream"),
         "prompt": ((), "use input"),
         "context_management": (([],), "shorten the input"),
-        "truncation": (("disabled",), "shorten the input"),
         "moderation": ((), "leave it out"),
         "response_format": ((), "use text.format"),
         **dict.fromkeys(("max_tokens", "max_completion_tokens"), ((), "use max_output_tokens")),
@@ -131,6 +130,7 @@ class ResponsesRequest(SamplingFields):
     previous_response_id: ShortText | None = None
     store: bool | None = None
     max_tool_calls: int | None = Field(None, ge=1, description="of the server's tools: it has none")
+    truncation: Literal["auto", "disabled"] | None = None
     prompt_cache_key: ShortText | None = None
     safety_identifier: ShortText | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
@@ -210,7 +210,7 @@ _REPEATED: Mapping[str, Any] = {
     **dict.fromkeys(("max_tool_calls", "prompt_cache_key", "safety_identifier")),
     **dict.fromkeys(("presence_penalty", "frequency_penalty", "top_logprobs"), 0),
     **{"metadata": {}, "store": True, "temperature": 1.0, "top_p": 1.0},
-    **{"parallel_tool_calls": True, "tool_choice": "auto", "tools": []},
+    **{"parallel_tool_calls": True, "tool_choice": "auto", "tools": [], "truncation": "disabled"},
 }
 """Fields of a request that its response repeats, and their defaults."""
 MAX_STORED, MAX_STORED_BYTES = 1000, 64 << 20
@@ -330,7 +330,6 @@ class ResponseStream:
             "output": list(self.output),
             "usage": None if self.status == "in_progress" else usage,
             "background": False,
-            "truncation": "disabled",
             "service_tier": "default",
             "reasoning": {"effort": asked.reasoning and asked.reasoning.effort, "summary": None},
             "text": {"format": wanted.model_dump(by_alias=True) if wanted else {"type": "text"}},
