@@ -14,6 +14,10 @@ class UsageError(ClocherError):
     """A flag, an environment variable or an argument has an unusable value."""
 
 
+class PromptTooLong(UsageError):
+    """A prompt surely has more tokens than the context."""
+
+
 class SessionBusy(UsageError):
     """A session is in use by another generation."""
 

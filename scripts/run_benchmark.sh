@@ -23,6 +23,11 @@ case ${1-} in
         target=$1
         shift
         ;;
+    '' | -*) ;;
+    *)
+        echo "run_benchmark.sh: got '$1', expected bench, bench-cuda, bench-report or bench-verify" >&2
+        exit 2
+        ;;
 esac
 
 root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)

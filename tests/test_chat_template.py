@@ -212,6 +212,34 @@ def test_variables_reach_a_template_as_they_are():
     assert text == f"\ud800 \U0001f600 \x00|{10**30}|0.5|None|[True]"
 
 
+EFFORT, THINKS = "{{ reasoning_effort }}", "{{ enable_thinking }}"
+
+
+@pytest.mark.parametrize(
+    ("source", "effort", "settled"),
+    [
+        (EFFORT, "high", {"reasoning_effort": "high"}),
+        (EFFORT, "none", {"reasoning_effort": "low"}),
+        (EFFORT, "minimal", {"reasoning_effort": "low"}),
+        (EFFORT, "xhigh", {"reasoning_effort": "high"}),
+        (EFFORT + "{{ ['none', 'high'] }}", "none", {"reasoning_effort": "none"}),
+        (EFFORT + THINKS, "none", {"enable_thinking": False}),
+        (EFFORT + THINKS, "xhigh", {"reasoning_effort": "high"}),
+        (THINKS, "none", {"enable_thinking": False}),
+        (THINKS, "minimal", {"enable_thinking": True}),
+    ],
+)
+def test_an_effort_becomes_what_the_template_knows(source, effort, settled):
+    assert ChatTemplate(source).settled({"reasoning_effort": effort}) == settled
+
+
+def test_an_effort_does_not_undo_what_is_asked_of_the_template():
+    asked = {"reasoning_effort": "none", "enable_thinking": True}
+    assert ChatTemplate(THINKS).settled(asked) == {"enable_thinking": True}
+    with pytest.raises(UsageError, match="'reasoning_effort' is neither"):
+        ChatTemplate("{{ messages }}").settled({"reasoning_effort": "none"})
+
+
 def test_a_stopped_template_leaves_no_large_process():
     PROCESS.close()
     with pytest.raises(FormatError, match=r"memory|time|long"):

@@ -353,14 +353,15 @@ def test_guesses_are_those_of_the_window(line_of, engine):
     assert told["acceptance"] == 0.5
     assert told["tokens_per_pass"] == 1.6
     assert told["by_source"] == {"suffix": {"drafted": 12, "accepted": 6}}
-    assert told["gate"] == {"sent": 3, "unguessed": 4, "unworthy": 0}  # three are of the warm-up
+    # Three are of the warm-up.
+    assert told["gate"] == {"sent": 3, "no_draft": 4, "not_worth_verifying": 0}
     assert told["cost_of_8"] == 1.2
     assert told["reason"] == "30 % of forwards verified drafts"
     assert "1.60 tokens per forward" in summary(line)
     assert summary({**line, "speculation": off}).count(" | ") == summary(line).count(" | ") - 1
 
 
-UNWORTHY = "drafts not worth verifying: acceptance expected too low"
+NOT_WORTH = "drafts not worth verifying: acceptance expected too low"
 
 
 @pytest.mark.parametrize(
@@ -373,12 +374,12 @@ UNWORTHY = "drafts not worth verifying: acceptance expected too low"
         (
             Counts(forwards=8, not_worth=2),
             1.1,
-            UNWORTHY,
+            NOT_WORTH,
         ),
         (
             Counts(forwards=8, not_worth=2),
             math.nan,
-            UNWORTHY,
+            NOT_WORTH,
         ),
         (Counts(forwards=8, sent=2), 1.1, "25 % of forwards verified drafts"),
     ],
@@ -393,7 +394,7 @@ def test_keys_are_pinned(line_of):
     assert list(data["attention"]) == ATTENTION_KEYS
     assert list(data["diffusion"]) == DIFFUSION_KEYS
     assert list(data["speculation"]) == SPECULATION_KEYS
-    assert list(data["speculation"]["gate"]) == ["sent", "unguessed", "unworthy"]
+    assert list(data["speculation"]["gate"]) == ["sent", "no_draft", "not_worth_verifying"]
     assert list(data["work_touch"]) == TOUCH_KEYS
     assert list(data["outputs"][0]) == OUTPUT_KEYS
     assert list(json.loads(to_json(error_line(ValueError("x"))))) == ERROR_KEYS

@@ -304,3 +304,14 @@ def test_torch_ops_are_documented() -> None:
         packet = getattr(torch.ops.clocher, name)
         first = (CONTRACTS[name].reference.__doc__ or "").splitlines()[0]
         assert first in packet.__doc__ and "Args:" in packet.default.__doc__
+
+
+def test_the_adapter_of_lm_eval_says_what_it_needs() -> None:
+    without = (
+        "import runpy, sys; sys.modules['lm_eval'] = None; "
+        "runpy.run_module('clocher_runtime.adapters.lm_eval_model', run_name='__main__')"
+    )
+    done = subprocess.run([sys.executable, "-c", without], capture_output=True, text=True)
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert done.stderr.startswith("this adapter needs lm_eval")
+    assert done.stderr.endswith("not installed; pip install lm_eval\n")

@@ -344,7 +344,6 @@ def test_rows_that_are_kept_in_another_order_are_refused(how: str, tmp_path: Pat
         ("sql=a", {"sql": "a"}),
         ("sql=a,b=c/d=e", {"sql": "a", "b": "c/d=e"}),
         ("a,sql=b", {"": "a", "sql": "b"}),
-        ("sql=a,sql=b", None),
         ("sql=", None),
     ],
 )
@@ -486,3 +485,8 @@ def test_a_name_that_the_model_has_is_refused(of_llama: dict[str, Path]) -> None
     assert code == 2 and "--lora sum=...: the model has that name" in err
     code, _, err = here("serve", str(LLAMA), "--lora", "sql=nowhere")
     assert code == 3 and "--lora: no adapter 'nowhere' here; give the directory of a LoRA" in err
+
+
+def test_names_of_adapters_differ() -> None:
+    with pytest.raises(UsageError, match=r"^--lora: 'sql' names two adapters; give each a name"):
+        settle(ServeConfig, {"lora": "sql=a,sql=b"}, {})

@@ -328,6 +328,19 @@ def test_scripts_print_their_usage(name: str) -> None:
     assert f"bash scripts/{name}" in shown.stdout
 
 
+def test_run_benchmark_refuses_an_unknown_target() -> None:
+    script = ROOT / "scripts/run_benchmark.sh"
+    done = subprocess.run(
+        ["bash", script, "nonsense"],
+        env={**os.environ, "PYTHON": "false"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 2
+    assert "got 'nonsense', expected bench, bench-cuda, bench-report or bench-ver" in done.stderr
+
+
 def test_run_benchmark_reads_the_variables_of_make(tmp_path: Path) -> None:
     done = subprocess.run(
         ["bash", ROOT / "scripts/run_benchmark.sh", "bench-verify"],

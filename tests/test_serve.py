@@ -22,6 +22,8 @@ from starlette.testclient import TestClient
 from weight_files import ROOT
 
 import clocher_runtime
+from clocher_kernels.errors import UsageError
+from clocher_runtime.config.commands import ServeConfig, settle
 
 BATCH, QUEUE = 4, 4
 LONG = "def compare(first, second):\n    return first == second\n" * 60
@@ -271,6 +273,7 @@ def test_models(server, client):
         ("/v1/completions", {"prompt": "x", "model": "gpt-9"}, 404, "model_not_found"),
         ("/v1/completions", {"prompt": "x " * 9000}, 400, "context_length_exceeded"),
         ("/v1/completions", {"prompt": "x", "max_tokens": 5000}, 400, "context_length_exceeded"),
+        ("/v1/completions", {"prompt": "x" * 900_000}, 400, "context_length_exceeded"),
         ("/v1/completions", {"prompt": [5000]}, 400, None),
         ("/v1/completions", {"prompt": ""}, 400, None),
         ("/v1/completions", {"prompt": "x", "logit_bias": {"4096": 1}}, 400, None),
@@ -288,6 +291,16 @@ def test_what_cannot_be_done_is_said(server, path, body, status, code):
     assert response.status_code == status, error
     assert error["code"] == code
     assert error["message"] and "--" not in error["message"]
+
+
+def test_tools_that_do_not_fit_are_named(server):
+    function = {"name": "play", "description": "Play a tune. " * 2000}
+    tools = [{"type": "function", "function": function}]
+    response = server.ask(
+        "/v1/chat/completions", messages=[{"role": "user", "content": "Hi"}], tools=tools
+    )
+    assert response.status_code == 400
+    assert "tokens in the messages and tools; shorten them" in response.json()["error"]["message"]
 
 
 def test_the_queue_is_bounded_and_says_when_to_come_back(server):
@@ -363,6 +376,14 @@ def test_pages_of_others_may_not_call(server):
     assert status(origin=f"http://{host}") == 200
     unsaid = server.client.post("/v1/completions", content=b"{}")
     assert unsaid.status_code == 415 and "header Content-Type is" in unsaid.text
+
+
+@pytest.mark.parametrize("wrong", ["foo", "http://", "http://a.example/b", "//a.example", "a.b:1"])
+def test_what_cannot_be_an_origin_is_refused(wrong):
+    with pytest.raises(UsageError, match=r"^--cors-origins: got '.*', expected origins such as ht"):
+        settle(ServeConfig, {"cors_origins": f"http://a.example, {wrong}"}, {})
+    for good in ("*", "null", "https://a.example:8443/", "http://[::1]:80, vscode-webview://x1"):
+        settle(ServeConfig, {"cors_origins": good}, {})
 
 
 def test_pages_that_are_named_may_call():

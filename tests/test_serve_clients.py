@@ -559,7 +559,7 @@ def test_vllm_bench_asks_for_many_at_once(server):
     assert all(0 < each.ttft_s <= each.latency_s for each in measured)
 
 
-# Open WebUI. What it sends beside a chat; it is an application and not installed here.
+# Open WebUI. What 0.12.4 sends, with every parameter of a chat set; it is not installed here.
 
 
 def test_open_webui_talks(server):
@@ -573,32 +573,22 @@ def test_open_webui_talks(server):
         "stream_options": {"include_usage": True},
         "max_tokens": 200,
         "ignore_eos": True,
-        # What other versions and its pipelines leave in a request.
-        "chat_id": "6a5c",
-        "session_id": "x",
-        "id": "y",
-        "features": {"web_search": False, "image_generation": False},
-        "variables": {"{{USER_NAME}}": "somebody"},
-        "background_tasks": {"title_generation": True, "tags_generation": True},
-        "tool_ids": [],
-        "files": None,
-        "metadata": {"chat_id": "6a5c"},
-        "num_ctx": 2048,
-        "keep_alive": "5m",
+        **{"seed": 0, "stop": ["zebra"], "temperature": 0.8},
+        **{"logit_bias": {"1234": -5, "77": 2}, "top_k": 40, "top_p": 0.9, "min_p": 0},
+        **{"frequency_penalty": 1.1, "presence_penalty": 0, "repeat_penalty": 1.1},
+        # For other servers.
+        **{"mirostat": 0, "mirostat_eta": 0.1, "mirostat_tau": 5, "repeat_last_n": 64, "tfs_z": 1},
+        **{"use_mmap": True, "use_mlock": True, "think": True, "format": "json", "num_keep": 24},
+        **{"num_ctx": 2048, "num_batch": 512, "num_thread": 2, "num_gpu": 0, "keep_alive": "5m"},
     }
     tasks = [
         {
             "model": model,
             "messages": [{"role": "user", "content": f"### Task:\n{task} of the chat\n" * 20}],
             "stream": False,
-            limit: 30,
-            "metadata": {"task": task, "task_body": {"model": model}, "chat_id": "6a5c"},
+            "max_tokens": 30,
         }
-        for task, limit in (
-            ("title_generation", "max_completion_tokens"),
-            ("tags_generation", "max_tokens"),
-            ("follow_up_generation", "max_tokens"),
-        )
+        for task in ("Generate a concise title", "Predict 3-5 messages", "Generate 1-3 broad tags")
     ]
     with (
         ThreadPoolExecutor(3) as pool,

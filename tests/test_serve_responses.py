@@ -149,6 +149,13 @@ def test_tools_and_formats_are_those_of_chats() -> None:
     }
     assert asked(text={"format": {"type": "text"}}).chat().constraint is None
     assert asked(tools=[WEATHER], tool_choice="none").chat().functions == []
+    other = {"type": "function", "name": "play"}
+    allowed = {"type": "allowed_tools", "mode": "required", "tools": [other]}
+    request = asked(tools=[WEATHER, other], tool_choice=allowed)
+    chat = request.chat()
+    assert chat.must_call and [tool["function"]["name"] for tool in chat.functions] == ["play"]
+    stream = ResponseStream(request, ResponseStore(), Answer("resp_", "m", prompt_tokens=5))
+    assert stream.response()["tool_choice"] == allowed
 
 
 def test_what_asks_for_nothing_that_is_missing_is_read() -> None:
@@ -177,7 +184,7 @@ def test_what_asks_for_nothing_that_is_missing_is_read() -> None:
         ({"conversation": "c"}, "conversation"),
         ({"background": True}, "background"),
         ({"prompt": {"id": "p"}}, "prompt"),
-        ({"truncation": "auto"}, "truncation"),
+        ({"truncation": "some"}, "truncation"),
         ({"top_logprobs": 21}, "top_logprobs"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"max_tokens": 5}, "max_tokens"),
@@ -190,6 +197,7 @@ def test_what_asks_for_nothing_that_is_missing_is_read() -> None:
         ({"tools": [WEATHER, WEATHER]}, "tools"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": {"type": "function", "name": "weather"}}, "tool_choice"),
+        ({"tool_choice": {"type": "allowed_tools", "mode": "auto"}}, "tool_choice.tools"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"max_tool_calls": 0}, "max_tool_calls"),
         ({"temperature": 3}, "temperature"),
@@ -602,6 +610,31 @@ def test_log_probabilities_and_stop(server, client):
     cut = client.responses.create(**body, extra_body={**fields, "stop": stop})
     assert cut.status == "completed" and cut.output_text == plain.output_text.partition(stop)[0]
     assert cut.output[-1].content[0].logprobs == []
+
+
+def test_the_oldest_turns_go_if_the_input_does_not_fit(server, client):
+    turns = []
+    for number in range(9):
+        turns.append({"role": "user", "content": f"Turn {number}\n" + "x = 1\n" * 200})
+        turns.append({"role": "assistant", "content": "Fine."})
+    turns.append({"role": "user", "content": "Which turn?"})
+
+    def tokens(given: object, **more: Any) -> int | None:
+        """Return the tokens of a prompt, None if it does not fit."""
+        body = {"model": server.facts["model"], "instructions": "Be brief", "max_output_tokens": 50}
+        try:
+            got = client.responses.create(**body, input=given, **more)
+        except openai.BadRequestError as error:
+            assert error.code == "context_length_exceeded"
+            return None
+        assert got.truncation == more.get("truncation", "disabled")
+        return got.usage.input_tokens
+
+    assert tokens(turns) is None
+    fits = next(found for at in range(2, len(turns), 2) if (found := tokens(turns[at:])))
+    assert tokens(turns, truncation="auto") == fits
+    assert tokens(turns[-1:], truncation="auto") == tokens(turns[-1:])
+    assert tokens("x = 1\n" * 2000, truncation="auto") is None
 
 
 def test_a_client_that_goes_leaves_nothing_behind(server, client):

@@ -189,6 +189,12 @@ def test_sampling_is_what_the_engine_takes() -> None:
     )
 
 
+def test_the_repetition_penalty_has_the_name_of_llama_cpp_too() -> None:
+    assert chat(repeat_penalty=1.1).sampling()["repetition_penalty"] == 1.1
+    error = chat_refusal(repeat_penalty=0)
+    assert (error.param, error.message[:19]) == ("repeat_penalty", "repeat_penalty is 0")
+
+
 @given(seed=st.integers(-(1 << 63), (1 << 64) - 1))
 @settings(max_examples=50, deadline=None)
 def test_each_choice_has_its_own_seed(seed: int) -> None:
@@ -404,6 +410,26 @@ def test_tool_choice() -> None:
     assert chat_refusal(tools=[{"type": "web_search"}]).param == "tools[0].type"
 
 
+def test_the_tools_that_may_be_called() -> None:
+    other = {"type": "function", "function": {"name": "play"}}
+
+    def allowed(mode: str, *names: str) -> dict[str, object]:
+        tools = [{"type": "function", "function": {"name": name}} for name in names]
+        choice = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+        return {"tools": [WEATHER, other], "tool_choice": choice}
+
+    request = chat(**allowed("auto", "play"))
+    assert [tool["function"]["name"] for tool in request.functions] == ["play"]
+    assert not request.must_call
+    request = chat(**allowed("required", "play", "weather"))
+    assert [tool["function"]["name"] for tool in request.functions] == ["weather", "play"]
+    assert request.must_call and request.may_call_again
+    error = chat_refusal(**allowed("auto", "play", "sing"))
+    wrong = "tool_choice asks for the tool 'sing'; expected one of weather, play"
+    assert (error.message, error.param) == (wrong, "tool_choice")
+    assert chat_refusal(**allowed("auto")).param == "tool_choice.allowed_tools.tools"
+
+
 NAMED = {"type": "function", "function": {"name": "play"}}
 
 
@@ -422,11 +448,20 @@ NAMED = {"type": "function", "function": {"name": "play"}}
         ),
         (
             {"logit_bias": {str(n): 1 for n in range(1025)}},
-            "logit_bias is an object; expected an object of at most 1024",
+            "logit_bias is an object of 1025; expected an object of at most 1024",
         ),
         (
             {"tool_choice": "maybe"},
             "tool_choice is 'maybe'; expected 'none', 'auto' or 'required' or an object",
+        ),
+        (
+            {"tool_choice": {"type": "x"}},
+            "tool_choice.type is 'x'; expected 'function', 'allowed_tools'",
+        ),
+        ({"tool_choice": {}}, "tool_choice.type is missing"),
+        (
+            {"tool_choice": {"type": "allowed_tools"}},
+            "tool_choice.allowed_tools is missing",
         ),
         (
             {"tool_choice": "required"},
@@ -544,6 +579,11 @@ def test_variables_of_the_template_are_from_a_list() -> None:
 
 
 # -- the small routes --
+
+
+@pytest.mark.parametrize("effort", ["none", "minimal", "low", "medium", "high", "xhigh"])
+def test_the_efforts_of_openai_are_read(effort: str) -> None:
+    assert chat(reasoning_effort=effort).template_variables == {"reasoning_effort": effort}
 
 
 def test_tokenize() -> None:

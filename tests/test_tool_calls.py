@@ -174,6 +174,25 @@ CASES: list[tuple[str, str, Parts]] = [
     ),
     ("gemma", '```json\n{"name": "Alice"}\n```', content('```json\n{"name": "Alice"}\n```')),
     ("plain", f"<tool_call>\n{WEATHER}\n</tool_call>", call("get_weather", ARGUMENTS)),
+    # Without marks, as Qwen2.5-Coder also does: at the start, and of functions that there are.
+    ("hermes_xml", WEATHER, call("get_weather", ARGUMENTS)),
+    ("hermes_xml", WEATHER[:-1], call("get_weather", ARGUMENTS)),
+    (
+        "plain",
+        f'\n{WEATHER}\n{{\n  "name": "f", "arguments": {{}}\n}}\n\nDone.',
+        call("get_weather", ARGUMENTS) + call("f", "{}", 1) + content("Done."),
+    ),
+    (
+        "gemma",
+        f"{WEATHER}\n<tool_call>{WEATHER}</tool_call>",
+        call("get_weather", ARGUMENTS) + call("get_weather", ARGUMENTS, 1),
+    ),
+    (
+        "hermes_xml",
+        '{"name": "f", "arguments": {}} {"name": "h", "arguments": {}}',
+        call("f", "{}") + content(' {"name": "h", "arguments": {}}'),
+    ),
+    ("hermes_xml", f"As {WEATHER}", content(f"As {WEATHER}")),
     (
         "thinking",
         "<think>\nHm.\n</think>\n\nYes.",
@@ -260,6 +279,7 @@ def test_a_call_comes_as_soon_as_it_is_whole() -> None:
     for reader, text in (
         (MarkedCalls(STYLES["hermes"]), f"<tool_call>{WEATHER}</tool_call>"),
         (LlamaCalls(), BARE),
+        (MarkedCalls(STYLES["hermes"], FUNCTIONS), WEATHER),
     ):
         for character in text[:-1]:
             assert not reader.push(character)
@@ -276,6 +296,8 @@ def test_text_is_not_held_back() -> None:
 
 def test_json_that_is_no_call_is_not_held_back() -> None:
     assert LlamaCalls().push('{"title": "Alice", ')
+    for text in ('{"title"', '{"name": "Alice"', "{\n  3", '{"name": 3', " A"):
+        assert MarkedCalls(STYLES["hermes"], FUNCTIONS).push(text)
 
 
 def mutated(draw: random.Random) -> str:

@@ -7,13 +7,20 @@ The model is registered when this module is imported; do so before
 `lm_eval.simple_evaluate(model="clocher")`. Source: lm-evaluation-harness 0.4, docs/model_guide.md.
 """
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from lm_eval.api.model import LM
-from lm_eval.api.registry import register_model
-from tqdm import tqdm
+try:
+    from lm_eval.api.model import LM
+    from lm_eval.api.registry import register_model
+    from tqdm import tqdm
+except ModuleNotFoundError as error:
+    needs = f"this adapter needs {error.name}, which is not installed; pip install lm_eval"
+    if __name__ == "__main__":
+        sys.exit(needs)
+    raise ModuleNotFoundError(needs, name=error.name) from error
 
 from clocher_kernels.errors import UsageError
 from clocher_runtime.api import LanguageModel, load

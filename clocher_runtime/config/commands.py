@@ -10,6 +10,7 @@ from clocher_kernels.errors import UsageError
 from clocher_runtime.config.engine import BYTES, COUNT, HINTS, TOKENS, EngineConfig
 from clocher_runtime.config.values import (
     IDS,
+    ORIGINS,
     PATH,
     SWITCH,
     Given,
@@ -161,7 +162,7 @@ class ServeConfig(EngineConfig):
         _TEXT, "what clients call the model (unset: the last part of its path)"
     )
     cors_origins: str | None = _server(
-        _TEXT, "origins whose pages may call, commas between them (unset: none)"
+        ORIGINS, "origins whose pages may call, commas between them (unset: none)"
     )
     no_page: bool = _server(SWITCH, "serve no chat page at /")
     queue: int = _server(

@@ -24,6 +24,7 @@ _INTEGER = re.compile(r"[+-]?[0-9]{1,20}")
 _NAME = re.compile(r"[\w.:-]+")
 _NAMED = re.compile(rf"(?:(?P<name>{_NAME.pattern})=)?(?P<path>.*)", re.DOTALL)
 _NEXT_NAMED = re.compile(rf",(?={_NAME.pattern}=)")
+_ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[a-z0-9._:\[\]-]+")  # as browsers send it
 _NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]{1,3})?")
 
 
@@ -241,8 +242,17 @@ def _adapters(value: object) -> dict[str, str]:
 
 def _split_adapters(raw: str) -> dict[str, str]:
     parts = [_NAMED.fullmatch(part) for part in _NEXT_NAMED.split(raw)]
+    names = [part["name"] or "" for part in parts if part]
+    if repeated := next((name for name in names if names.count(name) > 1), ""):
+        raise UsageError(f"{repeated!r} names two adapters; give each a name of its own")
     found = {part["name"] or "": part["path"] for part in parts if part}
     return dict(_such(found, len(found) == len(parts)))
+
+
+def _origins(value: object) -> str:
+    for each in filter(str.strip, _text(value).split(",")):
+        _such(each, _ORIGIN.fullmatch(each.strip(" /")))
+    return _text(value)
 
 
 def _ids(value: object) -> tuple[int, ...]:
@@ -288,6 +298,9 @@ ADAPTERS = Value(
     "[NAME=]PATH", "a path, or NAME=PATH,NAME=PATH", _adapters, _split_adapters, repeats=True
 )
 """LoRA adapters by name; "" is the one that has none."""
+ORIGINS = Value(
+    "ORIGINS", "origins such as https://chat.example:8443, commas between them, or *", _origins
+)
 SWITCH = Value(
     "0|1",
     "0 or 1",

@@ -108,6 +108,9 @@ class Server:
             found = self.stored.read(before, "previous_response_not_found")
             asked = await self.prompts.apart(partial(asked.after, found["items"]))
         chat = await self.prompts.apart(asked.chat)
+        if asked.truncation == "auto":
+            ready = self.engine.serving()
+            chat = await self.prompts.shortened(chat, ready.longest, ready.vocab_size)
         writer = partial(ResponseStream, asked, self.stored)
         return await self._answer(request, chat, "resp_", writer)
 
@@ -144,7 +147,7 @@ class Server:
     async def begin(self, asked: ChatRequest | CompletionRequest, kind: str) -> Pipeline:
         """Submit a request to the engine; raises ApiError if it cannot be answered now."""
         tail, prompts = "", list[list[int]]()
-        style, param = "plain", "prompt"
+        style, param, where = "plain", "prompt", "prompt"
         with self.engine.reserve(asked.sequences):
             ready = self.engine.serving()
             blocks = denoised(ready, asked.diffusion)
@@ -153,6 +156,7 @@ class Server:
                 ids, tail = await self.prompts.chat(asked, longest)
                 prompts.append(ids)
                 style, param = self.prompts.style, "messages"
+                where = "messages and tools" if asked.functions else param
             else:
                 prompts += [await self.prompts.ids(p, True, longest) for p in asked.prompt]
                 if asked.scores and asked.top >= 0 and blocks and blocks.blocks.context == "block":
@@ -167,7 +171,9 @@ class Server:
                 check_biases(asked.sampling()["logit_bias"], vocabulary)
             except UsageError as error:
                 raise invalid(str(error), "logit_bias") from None
-            budgets = [room_for(ids, asked.budget, longest, vocabulary, param) for ids in prompts]
+            budgets = [
+                room_for(ids, asked.budget, longest, vocabulary, param, where) for ids in prompts
+            ]
             if spec := grammar_of(asked, style, tail, blocks):
                 await asyncio.wrap_future(self.prompts.grammars.checked(spec))
             asks = self._asks(asked, zip(prompts, budgets, strict=True), spec)

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 from pydantic import ValidationError
 
-from clocher_kernels.errors import ClocherError, OutOfMemory, SessionBusy, UsageError
+from clocher_kernels.errors import ClocherError, OutOfMemory, PromptTooLong, SessionBusy, UsageError
 from clocher_runtime.config.values import shown
 
 _INVALID, _SERVER = "invalid_request_error", "server_error"
@@ -139,7 +139,8 @@ def from_exception(error: BaseException) -> ApiError:
         case UsageError() if not isinstance(error, SessionBusy):
             parts = [part for part in str(error).split("; ") if not _FLAG.search(part)]
             nothing = "The request cannot be served with the settings of this server"
-            return invalid("; ".join(parts) or nothing)
+            code = "context_length_exceeded" if isinstance(error, PromptTooLong) else None
+            return invalid("; ".join(parts) or nothing, code=code)
         case SessionBusy() | OutOfMemory() | MemoryError():
             return failure("overloaded")
         case _:
@@ -192,8 +193,8 @@ def from_validation(error: ValidationError, body: object) -> ApiError:
         if isinstance(own, Refused):
             place = deepest if own.param is None else (*deepest, own.param)
             return invalid(str(own), _path(place) or None)
-    if details[0]["type"].startswith("union_tag"):
-        context = details[0]["ctx"]
+    if tagged := [detail for detail in details if detail["type"].startswith("union_tag")]:
+        context = tagged[0]["ctx"]
         tag = context["discriminator"].strip("'")  # a function reads the field `type`
         param = _path((*deepest, "type" if tag.endswith("()") else tag))
         if "tag" not in context:
@@ -209,7 +210,10 @@ def _complaint(details: Sequence[Mapping[str, Any]]) -> str:
         return "is missing"
     expected = " or ".join(dict.fromkeys(_expected(detail) for detail in details))
     verb = "has the key" if details[0]["loc"][-1:] == ("[key]",) else "is"
-    return f"{verb} {described(details[0]['input'])}; expected {expected}"
+    got = described(details[0]["input"])
+    if details[0].get("ctx", {}).get("field_type") == "Dictionary":
+        got += f" of {len(details[0]['input'])}"
+    return f"{verb} {got}; expected {expected}"
 
 
 def _expected(detail: Mapping[str, Any]) -> str:

@@ -123,7 +123,8 @@ class ServerMetrics(Collector):
         for place, (name, about) in enumerate(tokens):
             by_source = {source: state.drafted.get(source, (0, 0))[place] for source in PRIORS}
             yield self._by("source", f"spec_decode_{name}", about, by_source)
-        decided = {name: state.decisions.get(name, 0) for name in ("sent", "unguessed", "unworthy")}
+        decisions = ("sent", "no_draft", "not_worth_verifying")
+        decided = {name: state.decisions.get(name, 0) for name in decisions}
         about = "Forwards that could verify a draft, by what was decided."
         yield self._by("reason", "spec_decisions", about, decided)
 

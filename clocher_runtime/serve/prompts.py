@@ -6,11 +6,11 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from clocher_kernels.errors import ClocherError, UsageError
+from clocher_kernels.errors import ClocherError, PromptTooLong, UsageError
 from clocher_runtime.checkpoints import Checkpoint
 from clocher_runtime.engine.diffusing import Diffusing, among, of_call
 from clocher_runtime.engine.load import model_spec
-from clocher_runtime.serve.errors import invalid
+from clocher_runtime.serve.errors import ApiError, invalid
 from clocher_runtime.serve.messages import Ready
 from clocher_runtime.serve.requests import ChatRequest, CompletionRequest, TokenizeRequest
 from clocher_runtime.text.answers import AnswerReader, make_reader, opens_thoughts
@@ -86,6 +86,34 @@ class PromptRoom:
 
         return await self.apart(work)
 
+    async def shortened(self, asked: ChatRequest, longest: int, vocab_size: int) -> ChatRequest:
+        """Return a chat without as many of its oldest turns as do not fit in `longest` tokens.
+
+        A turn begins with a message of the user. The last one stays, and so does what is not a
+        turn: messages of the system, or of the developer.
+        """
+
+        def cut(first: int) -> ChatRequest:
+            told = [m for m in asked.messages[:first] if m.role in ("system", "developer")]
+            return asked.model_copy(update={"messages": [*told, *asked.messages[first:]]})
+
+        async def fits(first: int) -> bool:
+            try:
+                ids, _ = await self.chat(cut(first), longest)
+                room_for(ids, asked.budget, longest, vocab_size, "input")
+            except (ApiError, PromptTooLong):
+                return False
+            return True
+
+        starts = [at for at, message in enumerate(asked.messages) if message.role == "user"]
+        if not starts or await fits(0):
+            return asked
+        low, high = 0, len(starts) - 1
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (low, middle) if await fits(starts[middle]) else (middle + 1, high)
+        return cut(starts[low])
+
     async def ids(self, prompt: str | list[int], special: bool, context: int) -> list[int]:
         """Return the ids of a prompt; `special` adds BOS and the like."""
         if not isinstance(prompt, str):
@@ -118,11 +146,17 @@ def _until_end_of(content: str, text: str) -> str:
 
 
 def room_for(
-    ids: Sequence[int], wanted: int | None, longest: int, vocab_size: int, param: str
+    ids: Sequence[int],
+    wanted: int | None,
+    longest: int,
+    vocab_size: int,
+    param: str,
+    where: str = "",
 ) -> int:
     """Return how many tokens may follow a prompt, `wanted` or what fits in `longest`.
 
-    Raises ApiError about the field `param`: no room, or an id that is not below `vocab_size`.
+    Raises ApiError about the field `param`: no room, or an id that is not below `vocab_size`;
+    `where`: all that the tokens come from, if that is not `param` alone.
     """
     if not ids:
         raise invalid(f"{param} has no tokens; give it at least one", param)
@@ -134,7 +168,7 @@ def room_for(
         rest = f" and {wanted} in the answer; shorten one of them" if wanted else "; shorten them"
         raise invalid(
             f"This model's maximum context length is {longest} tokens, but the request has "
-            f"{len(ids)} tokens in the {param}{rest}",
+            f"{len(ids)} tokens in the {where or param}{rest}",
             param,
             "context_length_exceeded",
         )

@@ -4,7 +4,7 @@ import secrets
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, StringConstraints
+from pydantic import AliasChoices, Field, StringConstraints
 
 from clocher_runtime.engine.arguments import taken
 from clocher_runtime.serve.errors import Refused
@@ -12,6 +12,7 @@ from clocher_runtime.serve.schemas import (
     MAX_PROMPT_TOKENS,
     MAX_TOKENS,
     MAX_TOOLS,
+    AllowedChoice,
     AssistantMessage,
     Biases,
     Diffusion,
@@ -71,7 +72,9 @@ class SamplingFields(Schema):
     min_p: float | None = Field(None, ge=0, le=1)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    repetition_penalty: float | None = Field(None, ge=0.01, le=100)
+    repetition_penalty: float | None = Field(
+        None, ge=0.01, le=100, validation_alias=AliasChoices("repetition_penalty", "repeat_penalty")
+    )
     logit_bias: Biases | None = Field(None, description="token id -> added to its logit")
     seed: int | None = Field(None, ge=-_SEEDS // 2, le=_SEEDS - 1)
     ignore_eos: bool | None = None
@@ -235,7 +238,11 @@ class ChatRequest(ChatFields, GenerationFields):
     max_completion_tokens: int | None = Field(None, ge=1, le=MAX_TOKENS)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
-    tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
+    tool_choice: (
+        Literal["none", "auto", "required"]
+        | Annotated[NamedChoice | AllowedChoice, Field(discriminator="type")]
+        | None
+    ) = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: ReasoningEffort | None = None
 
@@ -247,11 +254,11 @@ class ChatRequest(ChatFields, GenerationFields):
         names = [tool.function.name for tool in self.tools or ()]
         if len(set(names)) < len(names):
             raise Refused("two tools have the same name; expected different ones", "tools")
-        if self.must_call and not self.functions:
+        if unknown := [name for name in self._choice[1] or () if names and name not in names]:
+            why = f"the tool {unknown[0]!r}; expected one of {', '.join(names):.200}"
+            raise Refused(f"tool_choice asks for {why}", "tool_choice")
+        if self.must_call and not names:
             why = "a tool, but there are no tools; give tools"
-            if names and isinstance(self.tool_choice, NamedChoice):
-                asked = self.tool_choice.function.name
-                why = f"the tool {asked!r}; expected one of {', '.join(names):.200}"
             raise Refused(f"tool_choice asks for {why}", "tool_choice")
         effort = self.chat_template_kwargs and self.chat_template_kwargs.reasoning_effort
         if effort and self.reasoning_effort not in (None, effort):
@@ -270,24 +277,31 @@ class ChatRequest(ChatFields, GenerationFields):
 
     @property
     def functions(self) -> list[dict[str, Any]]:
-        """The available functions: none or one of them if `tool_choice` says so."""
-        choice = self.tool_choice
-        if choice == "none":
-            return []
-        tools = super().functions
-        if isinstance(choice, NamedChoice):
-            return [tool for tool in tools if tool["function"]["name"] == choice.function.name]
-        return tools
+        """The available functions: none or some of them if `tool_choice` says so."""
+        how, names = self._choice
+        tools = [] if how == "none" else super().functions
+        return [tool for tool in tools if names is None or tool["function"]["name"] in names]
+
+    @property
+    def _choice(self) -> tuple[str, list[str] | None]:
+        """How functions are called, and the names of those that may be; None: of all."""
+        match self.tool_choice:
+            case NamedChoice(function=named):
+                return "one", [named.name]
+            case AllowedChoice(allowed_tools=allowed):
+                return allowed.mode, [tool.function.name for tool in allowed.tools]
+            case how:
+                return how or "auto", None
 
     @property
     def must_call(self) -> bool:
         """Whether the answer has to be a tool call."""
-        return self.tool_choice not in (None, "none", "auto")
+        return self._choice[0] in ("required", "one")
 
     @property
     def may_call_again(self) -> bool:
         """Whether the answer that has to be a tool call may be several."""
-        return self.tool_choice == "required" and self.parallel_tool_calls is not False
+        return self._choice[0] == "required" and self.parallel_tool_calls is not False
 
     @property
     def template_variables(self) -> dict[str, Any]:

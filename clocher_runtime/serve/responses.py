@@ -15,6 +15,7 @@ from clocher_runtime.serve.schemas import (
     MAX_MESSAGES,
     MAX_TOKENS,
     MAX_TOOLS,
+    AllowedFunctions,
     CalledFunction,
     FlatSchemaFormat,
     FunctionTool,
@@ -105,7 +106,6 @@ class ResponsesRequest(SamplingFields):
         "background": ((False,), "use stream"),
         "prompt": ((), "use input"),
         "context_management": (([],), "shorten the input"),
-        "truncation": (("disabled",), "shorten the input"),
         "moderation": ((), "leave it out"),
         "response_format": ((), "use text.format"),
         **dict.fromkeys(("max_tokens", "max_completion_tokens"), ((), "use max_output_tokens")),
@@ -117,7 +117,11 @@ class ResponsesRequest(SamplingFields):
     instructions: str | None = None
     max_output_tokens: int | None = Field(None, ge=1, le=MAX_TOKENS)
     tools: list[FunctionTool] | None = Field(None, max_length=MAX_TOOLS, fail_fast=True)
-    tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
+    tool_choice: (
+        Literal["none", "auto", "required"]
+        | Annotated[NamedFunction | AllowedFunctions, Field(discriminator="type")]
+        | None
+    ) = None
     parallel_tool_calls: bool | None = None
     text: TextSettings | None = None
     reasoning: ReasoningSettings | None = None
@@ -126,6 +130,7 @@ class ResponsesRequest(SamplingFields):
     previous_response_id: ShortText | None = None
     store: bool | None = None
     max_tool_calls: int | None = Field(None, ge=1, description="of the server's tools: it has none")
+    truncation: Literal["auto", "disabled"] | None = None
     prompt_cache_key: ShortText | None = None
     safety_identifier: ShortText | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
@@ -151,12 +156,11 @@ class ResponsesRequest(SamplingFields):
         form = wanted and wanted.model_dump(by_alias=True)
         if isinstance(wanted, FlatSchemaFormat):
             form = {"type": "json_schema", "json_schema": form}
-        named = function_of(**choice.model_dump()) if isinstance(choice, NamedFunction) else choice
         fields = {
             "messages": self._messages(),
             "max_completion_tokens": self.max_output_tokens,
             "tools": [function_of(**tool.model_dump()) for tool in self.tools or ()],
-            "tool_choice": named,
+            "tool_choice": choice if choice is None or isinstance(choice, str) else choice.plain(),
             "reasoning_effort": self.reasoning and self.reasoning.effort,
             "response_format": form,
             "logprobs": "message.output_text.logprobs" in (self.include or ())
@@ -206,7 +210,7 @@ _REPEATED: Mapping[str, Any] = {
     **dict.fromkeys(("max_tool_calls", "prompt_cache_key", "safety_identifier")),
     **dict.fromkeys(("presence_penalty", "frequency_penalty", "top_logprobs"), 0),
     **{"metadata": {}, "store": True, "temperature": 1.0, "top_p": 1.0},
-    **{"parallel_tool_calls": True, "tool_choice": "auto", "tools": []},
+    **{"parallel_tool_calls": True, "tool_choice": "auto", "tools": [], "truncation": "disabled"},
 }
 """Fields of a request that its response repeats, and their defaults."""
 MAX_STORED, MAX_STORED_BYTES = 1000, 64 << 20
@@ -326,7 +330,6 @@ class ResponseStream:
             "output": list(self.output),
             "usage": None if self.status == "in_progress" else usage,
             "background": False,
-            "truncation": "disabled",
             "service_tier": "default",
             "reasoning": {"effort": asked.reasoning and asked.reasoning.effort, "summary": None},
             "text": {"format": wanted.model_dump(by_alias=True) if wanted else {"type": "text"}},

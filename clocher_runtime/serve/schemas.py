@@ -106,7 +106,7 @@ def list_of(most: int, least: int = 0) -> Any:
 JsonSchema = Annotated[dict[str, Any], AfterValidator(_bounded)]
 FunctionName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
 ShortText = Annotated[str, text_of(0, 256)]
-ReasoningEffort = Literal["low", "medium", "high"]
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 TokenId = Annotated[int, Field(ge=0, le=MAX_TOKENS)]
 _TokenIds = Annotated[list[TokenId], list_of(MAX_PROMPT_TOKENS, 1)]
 
@@ -285,6 +285,20 @@ class NamedChoice(Schema):
     function: FunctionNamed
 
 
+class AllowedTools(Schema):
+    """The functions that may be called, of those that are there."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedChoice], list_of(MAX_TOOLS, 1)]
+
+
+class AllowedChoice(Schema):
+    """That some of the functions may be called, or have to be."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
 class PlainFormat(Schema):
     """Any text, or a JSON object."""
 
@@ -346,6 +360,23 @@ class NamedFunction(FunctionNamed):
     """The function that has to be called."""
 
     type: Literal["function"]
+
+    def plain(self) -> dict[str, Any]:
+        """Return the choice in the format of chats."""
+        return function_of(name=self.name)
+
+
+class AllowedFunctions(Schema):
+    """That some of the functions may be called, or have to be."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedFunction], list_of(MAX_TOOLS, 1)]
+
+    def plain(self) -> dict[str, Any]:
+        """Return the choice in the format of chats."""
+        allowed = {"mode": self.mode, "tools": [tool.plain() for tool in self.tools]}
+        return {"type": self.type, "allowed_tools": allowed}
 
 
 class FlatSchemaFormat(NamedSchema):

@@ -48,7 +48,8 @@ class Counts:
     @property
     def decisions(self) -> dict[str, int]:
         """What was decided -> forwards that could verify a draft."""
-        return {"sent": self.sent, "unguessed": self.without_draft, "unworthy": self.not_worth}
+        without, not_worth = self.without_draft, self.not_worth
+        return {"sent": self.sent, "no_draft": without, "not_worth_verifying": not_worth}
 
     def since(self, before: "Counts") -> "Counts":
         """Return what was counted after an earlier state."""

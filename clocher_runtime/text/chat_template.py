@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -50,6 +50,8 @@ NAMED: Mapping[str, str] = {
     "{% endif %}{% endif %}{% endfor %}",
 }
 """Templates that `--chat-template` knows by name; none reads tools."""
+_NEAREST = {"none": "low", "minimal": "low", "xhigh": "high"}
+"""OpenAI's reasoning effort -> the nearest one that templates of models know."""
 
 
 def chosen_template(given: str, source: str) -> str:
@@ -252,13 +254,28 @@ class ChatTemplate:
                 break
         return text
 
-    def refuse_unread(self, variables: Iterable[str]) -> None:
-        """Raise UsageError if the template does not read one of the variables."""
-        if unread := sorted(set(variables) - self._reads):
+    def settled(self, variables: Mapping[str, Any]) -> dict[str, Any]:
+        """Return variables with a reasoning effort as the template knows it.
+
+        An effort that its text does not name becomes the nearest of low, medium and high; "none",
+        and any effort where the template does not read it, becomes `enable_thinking`.
+        Raises UsageError if it does not read one of the variables.
+        """
+        found = dict(variables)
+        effort = found.get("reasoning_effort", "")
+        if effort and not re.search(rf"""(['"]){re.escape(effort)}\1""", self._text):
+            is_switch = effort == "none" or "reasoning_effort" not in self._reads
+            if is_switch and "enable_thinking" in self._reads:
+                del found["reasoning_effort"]
+                found.setdefault("enable_thinking", effort != "none")
+            else:
+                found["reasoning_effort"] = _NEAREST.get(effort, effort)
+        if unread := sorted(found.keys() - self._reads):
             raise UsageError(
                 f"{unread[0]!r} is neither an option nor a variable of the chat template, which "
                 f"reads {', '.join(sorted(self._reads))}"
             )
+        return found
 
     def _ask(self, operation: str, **arguments: Any) -> Any:
         return PROCESS.ask(operation, MAX_SECONDS, MAX_MEMORY_BYTES, source=self._text, **arguments)

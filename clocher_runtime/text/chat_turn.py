@@ -56,7 +56,7 @@ class ChatModel:
     def check_template(self) -> None:
         """Compile the template in its process; raises FormatError, UsageError (variables)."""
         if self.by_template:
-            checked_template(self._tokenizer.chat_template).refuse_unread(self._variables)
+            checked_template(self._tokenizer.chat_template).settled(self._variables)
 
     @property
     def larger_context(self) -> str:

@@ -7,7 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from clocher_kernels.errors import FormatError, OutOfMemory, UsageError
+from clocher_kernels.errors import FormatError, OutOfMemory, PromptTooLong, UsageError
 from clocher_runtime.checkpoints.checkpoint import MadeTokenizer
 from clocher_runtime.config.values import shown
 from clocher_runtime.engine.arguments import listed
@@ -160,7 +160,7 @@ class Tokenizer:
     ) -> str:
         """Return the text of a conversation, to be encoded with `special=False`.
 
-        Variables that the template does not read are refused. `tools` and calls become text where
+        `variables`: see `ChatTemplate.settled`. `tools` and calls become text where
         the template does not read them. Raises UsageError: no template, or it rejects the messages.
         FormatError: unusable template.
         """
@@ -170,12 +170,11 @@ class Tokenizer:
         from clocher_runtime.text.chat_template import checked_template
 
         template = checked_template(self.chat_template)
-        if variables is not None:
-            template.refuse_unread(variables)
+        variables = template.settled(variables or {})
         given = {
             **self._special,
             "documents": None,  # which transformers always passes
-            **(variables or {}),
+            **variables,
             "add_generation_prompt": add_generation_prompt,
         }
         turns = [_with_reasoning(dict(message)) for message in _conversation(messages)]
@@ -198,7 +197,7 @@ class Tokenizer:
             most = min(most, room * self._chars_of_token)
         if len(text) > most:
             holds = "" if room is None else f", and the context holds {room} tokens"
-            raise UsageError(
+            raise PromptTooLong(
                 f"{len(text)} characters are too many: at most {most} are taken{holds}; shorten it"
             )
 

@@ -17,6 +17,12 @@ _NAME = re.compile(r"[A-Za-z0-9_.-]{1,256}")
 _ARGUMENTS = ("arguments", "parameters")
 _KEYS = frozenset(("name", "type", "id", *_ARGUMENTS))
 _FIRST_KEY = re.compile(r'\{\s*"([^"]*)"')
+_BARE = re.compile(r'\{\s{0,16}"name"\s{0,4}:\s{0,4}"(?P<name>[\w.-]{1,256})"')
+"""How a call without marks begins."""
+_BARE_START = re.compile(
+    r'(\{\s{0,16}("(n(a(m(e("\s{0,4}(:\s{0,4}("[\w.-]{0,256})?)?)?)?)?)?)?)?)?'
+)
+"""What may become that."""
 _VALUE = re.compile(r'"(?:arguments|parameters)"\s*:\s*')
 _decoder = json.JSONDecoder(strict=False)
 
@@ -153,7 +159,8 @@ def _takes_text(schema: Any) -> bool:
 class MarkedCalls(TextReader):
     """Calls between marks, with the line breaks around the marks.
 
-    `functions` say which arguments in XML are text.
+    Models that are asked for JSON may omit the marks: an answer may begin with calls of
+    `functions`, which also say which arguments in XML are text.
     """
 
     def __init__(self, style: CallStyle, functions: Sequence[Mapping[str, Any]] = ()) -> None:
@@ -165,10 +172,27 @@ class MarkedCalls(TextReader):
         self._calls = 0
         self._mark = ""  # the mark of the call that is open
         self._is_gap = False  # whether a call has just ended
+        self._may_be_bare = bool(self._schemas) and "```json" in style.marks
 
     def _read(self, text: str, *, ended: bool) -> list[Delta]:
         found: list[Delta] = []
+        may_close = ended or "}" in text[len(self._held) :]
         self._held = ""
+        while self._may_be_bare and text:
+            body = text.lstrip()
+            head = _BARE.match(body)
+            is_known = head is not None and head["name"] in self._schemas
+            value, end = _object(body) if is_known and may_close else (None, 0)
+            if is_known and ended and not end:
+                value, end = _object(f"{body}}}")  # models omit the last brace
+            if not (end or ended) and (is_known or _BARE_START.fullmatch(body)):
+                self._held = text
+                return found
+            call = _call(body[:end], value, bare=True)
+            found += _deltas(call, self._calls)
+            self._calls += len(call)
+            self._may_be_bare = bool(call)
+            self._is_gap, text = (True, body[end:]) if call else (self._is_gap, text)
         while text or (ended and self._mark):
             if self._mark:
                 opening = self._mark.lstrip("\n")
