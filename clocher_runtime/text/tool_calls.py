@@ -179,20 +179,13 @@ class MarkedCalls(TextReader):
         may_close = ended or "}" in text[len(self._held) :]
         self._held = ""
         while self._may_be_bare and text:
-            body = text.lstrip()
-            head = _BARE.match(body)
-            is_known = head is not None and head["name"] in self._schemas
-            value, end = _object(body) if is_known and may_close else (None, 0)
-            if is_known and ended and not end:
-                value, end = _object(f"{body}}}")  # models omit the last brace
-            if not (end or ended) and (is_known or _BARE_START.fullmatch(body)):
-                self._held = text
+            call, rest = self._bare_call(text, may_close=may_close, ended=ended)
+            if self._held:
                 return found
-            call = _call(body[:end], value, bare=True)
             found += _deltas(call, self._calls)
             self._calls += len(call)
             self._may_be_bare = bool(call)
-            self._is_gap, text = (True, body[end:]) if call else (self._is_gap, text)
+            self._is_gap, text = self._is_gap or bool(call), rest
         while text or (ended and self._mark):
             if self._mark:
                 opening = self._mark.lstrip("\n")
@@ -220,6 +213,23 @@ class MarkedCalls(TextReader):
                 break
             self._mark, text = mark, behind
         return found
+
+    def _bare_call(self, text: str, *, may_close: bool, ended: bool) -> tuple[list[Call], str]:
+        """Return the call without marks that begins a text, [] if there is none, and what follows.
+
+        A text that may become one is held.
+        """
+        body = text.lstrip()
+        head = _BARE.match(body)
+        if head is None or head["name"] not in self._schemas:
+            self._held = text if not ended and _BARE_START.fullmatch(body) else ""
+            return [], text
+        value, end = _object(body) if may_close else (None, 0)
+        if ended and not end:
+            value, end = _object(f"{body}}}")  # models omit the last brace
+        self._held = "" if end or ended else text
+        call = _call(body[:end], value, bare=True)
+        return (call, body[end:]) if call else ([], text)
 
     def _called(self, body: str, opening: str, closing: str) -> tuple[list[Call], str]:
         """Return calls, [] if there is none, and the text after them."""
