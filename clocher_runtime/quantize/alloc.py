@@ -45,7 +45,11 @@ LEAST_FRACTION = 2.25
 TOKENS = 8192
 """Calibration tokens used: half to fit, half to measure on."""
 FEW_TOKENS = 2048
-"""The same if the smallest candidate has two bits, whose harm is some hundred times as large."""
+"""The same if the smallest candidate has two bits, whose harm is some hundred times as large.
+
+From text to text a unit's harm varies by 17 % then. Measured on a quarter of these tokens, the
+first 128 of each sequence, the choice lost 3 to 13 % more (SmolLM2, 2026-11-29).
+"""
 
 _SAMPLED_ROWS = 256
 _SAMPLED_EXPERTS = 4
