@@ -108,11 +108,9 @@ class Server:
             found = self.stored.read(before, "previous_response_not_found")
             asked = await self.prompts.apart(partial(asked.after, found["items"]))
         chat = await self.prompts.apart(asked.chat)
-        if asked.truncation == "auto":
-            ready = self.engine.serving()
-            chat = await self.prompts.shortened(chat, ready.longest, ready.vocab_size)
         writer = partial(ResponseStream, asked, self.stored)
-        return await self._answer(request, chat, "resp_", writer)
+        truncates = asked.truncation == "auto"
+        return await self._answer(request, chat, "resp_", writer, truncates=truncates)
 
     async def stored_response(self, request: Request) -> ASGIApp:
         return json_response(self.stored.read(request.path_params["response"])["response"])
@@ -136,16 +134,23 @@ class Server:
         asked: ChatRequest | CompletionRequest,
         kind: str,
         writer: Callable[[Answer], Any] | None = None,
+        *,
+        truncates: bool = False,
     ) -> ASGIApp:
         """Answer a request, in the events that `writer` makes or as OpenAI's first APIs do."""
-        chat = await self.begin(asked, kind)
+        chat = await self.begin(asked, kind, truncates=truncates)
         answer = chat if writer is None else EventAnswer(chat, writer(chat.answer))
         if asked.stream:
             return EventStream(answer.events(), answer.failed)
         return json_response(await unless_gone(request.receive, answer.whole()))
 
-    async def begin(self, asked: ChatRequest | CompletionRequest, kind: str) -> Pipeline:
-        """Submit a request to the engine; raises ApiError if it cannot be answered now."""
+    async def begin(
+        self, asked: ChatRequest | CompletionRequest, kind: str, *, truncates: bool = False
+    ) -> Pipeline:
+        """Submit a request to the engine; raises ApiError if it cannot be answered now.
+
+        `truncates`: the oldest turns of a chat that is too long are left out.
+        """
         tail, prompts = "", list[list[int]]()
         style, param, where = "plain", "prompt", "prompt"
         with self.engine.reserve(asked.sequences):
@@ -153,7 +158,11 @@ class Server:
             blocks = denoised(ready, asked.diffusion)
             longest = blocks.longest(ready.longest) if blocks else ready.longest
             if isinstance(asked, ChatRequest):
-                ids, tail = await self.prompts.chat(asked, longest)
+                if truncates:
+                    found = await self.prompts.chat_that_fits(asked, longest, ready.vocab_size)
+                else:
+                    found = await self.prompts.chat(asked, longest)
+                ids, tail = found
                 prompts.append(ids)
                 style, param = self.prompts.style, "messages"
                 where = "messages and tools" if asked.functions else param

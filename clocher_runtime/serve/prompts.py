@@ -86,8 +86,10 @@ class PromptRoom:
 
         return await self.apart(work)
 
-    async def shortened(self, asked: ChatRequest, longest: int, vocab_size: int) -> ChatRequest:
-        """Return a chat without as many of its oldest turns as do not fit in `longest` tokens.
+    async def chat_that_fits(
+        self, asked: ChatRequest, longest: int, vocab_size: int
+    ) -> tuple[list[int], str]:
+        """Return what `chat` does, without as many of the oldest turns as do not fit in `longest`.
 
         A turn begins with a message of the user. The last one stays, and so does what is not a
         turn: messages of the system, or of the developer.
@@ -97,22 +99,24 @@ class PromptRoom:
             told = [m for m in asked.messages[:first] if m.role in ("system", "developer")]
             return asked.model_copy(update={"messages": [*told, *asked.messages[first:]]})
 
-        async def fits(first: int) -> bool:
+        async def fitting(first: int) -> tuple[list[int], str] | None:
             try:
-                ids, _ = await self.chat(cut(first), longest)
+                ids, tail = await self.chat(cut(first), longest)
                 room_for(ids, asked.budget, longest, vocab_size, "input")
             except (ApiError, PromptTooLong):
-                return False
-            return True
+                return None
+            return ids, tail
 
         starts = [at for at, message in enumerate(asked.messages) if message.role == "user"]
-        if not starts or await fits(0):
-            return asked
-        low, high = 0, len(starts) - 1
+        found = await fitting(0)
+        low, high = 0, 0 if found else len(starts)
         while low < high:
             middle = (low + high) // 2
-            low, high = (low, middle) if await fits(starts[middle]) else (middle + 1, high)
-        return cut(starts[low])
+            if fit := await fitting(starts[middle]):
+                found, high = fit, middle
+            else:
+                low = middle + 1
+        return found or await self.chat(cut(starts[-1] if starts else 0), longest)
 
     async def ids(self, prompt: str | list[int], special: bool, context: int) -> list[int]:
         """Return the ids of a prompt; `special` adds BOS and the like."""
