@@ -39,7 +39,7 @@ class Script:
         dies_after: tokens after which the engine dies with this error.
         unsure: what stands behind the text after so many tokens: ids, None for a mask.
         asked: messages and tools of the requests so far.
-        sampled: how their tokens are to be drawn.
+        submitted: the first sequence of each request.
         open: sequences that nobody cancelled.
     """
 
@@ -50,7 +50,7 @@ class Script:
     dies_after: tuple[int, ApiError] | None = None
     unsure: Mapping[int, list[int | None]] = field(default_factory=dict)
     asked: list[dict[str, Any]] = field(default_factory=list)
-    sampled: list[Mapping[str, Any]] = field(default_factory=list)
+    submitted: list[Submit] = field(default_factory=list)
     open: set[int] = field(default_factory=set)
 
 
@@ -119,7 +119,7 @@ class ScriptedEngine(EngineProcess):
         number = self._next
         self._next += 1
         self.script.open.add(number)
-        self.script.sampled.append(asks[0].sampling)
+        self.script.submitted.append(asks[0])
         job = Job([number], lambda number, how: self.script.open.discard(number))
         task = asyncio.ensure_future(self._make(number, job, asks[0].max_new))
         self._tasks.add(task)

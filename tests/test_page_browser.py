@@ -155,7 +155,7 @@ def test_history_settings_thoughts_and_calls_go_where_they_belong(
     assert said["tool_calls"][0]["function"] == {"name": "weather", "arguments": '{"city": "Oslo"}'}
     assert told["role"] == "tool" and told["content"] == "minus 3"
     assert told["tool_call_id"] == said["tool_calls"][0]["id"]
-    sampling = script.sampled[-1]
+    sampling = script.submitted[-1].sampling
     assert (sampling["temperature"], sampling["top_p"]) == (0.5, 0.9)
     before = browser.text("#turns")
     browser.reload()
@@ -187,7 +187,7 @@ def test_it_draws_as_clocher_chat_does(browser: Browser, model: dict[str, float]
         engine.script.steps = words("Yes.")
         browser.open(url)
         browser.ask("Is it?")
-        sampling = engine.script.sampled[-1]
+        sampling = engine.script.submitted[-1].sampling
         assert (sampling["temperature"], sampling.get("top_p", 1)) == wanted
         shown = browser.js("return [$('temperature').placeholder, $('top_p').placeholder]")
         assert tuple(map(float, shown)) == wanted

@@ -337,6 +337,19 @@ def edge(**config: Any) -> Iterator[TestClient]:
         yield TestClient(app, base_url="http://127.0.0.1")
 
 
+@pytest.mark.parametrize(
+    ("asked", "whole"),
+    [({}, True), ({"stream": True}, False), ({"stop": "x"}, False)]
+    + [({"parallel_tool_calls": False}, False), ({"parallel_tool_calls": True}, True)],
+)
+def test_the_engine_knows_whether_a_token_is_awaited(asked, whole):
+    with scripted_app() as (app, engine):
+        body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1, **asked}
+        client = TestClient(app, base_url="http://127.0.0.1")
+        assert client.post("/v1/chat/completions", json=body).status_code == 200
+    assert engine.script.submitted[-1].whole is whole
+
+
 def test_bodies_and_headers_are_bounded(server):
     with edge(max_body_mb=1) as client:
         most = b"x" * ((1 << 20) + 2)

@@ -135,8 +135,7 @@ def test_who_does_not_read_for_a_time_is_cut_off():
 
 def test_a_response_that_is_not_streamed_takes_many_tokens_at_once():
     async def take() -> None:
-        job = Job([3, 4], lambda number, how: None)
-        job.at_once = 3
+        job = Job([3, 4], lambda number, how: None, at_once=3)
         job.put(3, Made(3, 1), False, 0.0)
         job.put(4, Made(4, 2), False, 0.0)
         reading = asyncio.ensure_future(job.read())

@@ -83,6 +83,15 @@ def test_what_begins_or_ends_one_request_brings_the_tokens_of_all(monkeypatch: p
     assert counts(steps, 7) == [1, 4, 15], "with the last of the other"
 
 
+def test_tokens_that_nothing_waits_for_come_together(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(engine_main, "GATHER_NS", 0)
+    monkeypatch.setattr(engine_main, "GATHER_WHOLE_NS", 1 << 60)
+    whole = Submit(id=8, ids=[9, 10], max_new=20, sampling={"temperature": 0.0}, whole=True)
+    assert counts(answers([whole], 1), 8) == [1, 19]
+    steps = answers([ASK, whole], 2)
+    assert counts(steps, 7) == [1] * 20, "a stream beside it does not wait"
+
+
 def test_a_cancelled_request_leaves_the_gauge_at_once(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(engine_main, "GATHER_NS", 1 << 60)
     with looping() as (ours, receive):

@@ -40,7 +40,7 @@ from clocher_runtime.serve.edge import (
     unrouted,
 )
 from clocher_runtime.serve.embeddings import EmbeddingsRequest, embed
-from clocher_runtime.serve.engine_process import TOGETHER, EngineProcess
+from clocher_runtime.serve.engine_process import EngineProcess
 from clocher_runtime.serve.errors import failure, invalid
 from clocher_runtime.serve.messages import Submit
 from clocher_runtime.serve.openapi import ROUTES, document
@@ -189,8 +189,6 @@ class Server:
         job = self.engine.submit(asks)
         job.expire(self.config.timeout)
         choices = [self._choice(asked, ask, tail) for ask in asks]
-        if not (asked.stream or asked.stop or choices[0].one_call):  # no piece of it is awaited
-            job.at_once = TOGETHER
         return Pipeline(
             Answer(kind, asked.model or self.name, sum(map(len, prompts))),
             asked,
@@ -225,6 +223,7 @@ class Server:
     ) -> list[Submit]:
         """Return the sequences of a request, by its prompts and the tokens that may follow each."""
         sampling = [asked.sampling(choice) for choice in range(asked.choices)]
+        one_call = isinstance(asked, ChatRequest) and asked.parallel_tool_calls is False
         return [
             Submit(
                 ids=ids,
@@ -238,6 +237,7 @@ class Server:
                 constraint="" if constraint is None else json.dumps(constraint),
                 diffusion=asked.diffusion,
                 shows=bool(asked.options.include_canvas),
+                whole=not (asked.stream or asked.stop or one_call),
             )
             for ids, budget in prompts
             for drawn in sampling

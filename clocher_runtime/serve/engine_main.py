@@ -49,8 +49,9 @@ from clocher_runtime.text.grammar import Grammars
 
 BEAT_S = 1.0
 """Seconds between heartbeats, unless a step takes longer."""
-GATHER_NS = NS_PER_S // 60
-"""Tokens of shorter steps are sent together: a message costs, and no screen shows more."""
+GATHER_NS, GATHER_WHOLE_NS = NS_PER_S // 60, NS_PER_S // 4
+"""Tokens of shorter steps are sent together: a message costs, and no screen shows more. The second
+is for whole responses: a process that wakes takes a core from the step."""
 _COMPILING_S = 0.002
 _OF_REQUEST = (UsageError, NonFinite, ConstraintFailed)
 """Errors that end one request only."""
@@ -99,7 +100,8 @@ class EngineLoop:
             if now >= self._due and (self._work or not self._due or not ready):
                 step = Step(state_of(self._session), self._events)
                 self._sock.sendall(encode(step))
-                self._events, self._due = [], now + GATHER_NS
+                streams = not all(work.request.whole for work in self._work.values())
+                self._events, self._due = [], now + (GATHER_NS if streams else GATHER_WHOLE_NS)
 
     def _take(self, message: Submit | Cancel) -> None:
         if isinstance(message, Cancel):

@@ -46,7 +46,7 @@ MAX_UNREAD, UNREAD_S = 256, 5.0
 """A request with so many unread tokens in a sequence for so many seconds is cancelled."""
 _FAR_BEHIND = 1 << 16  # unread tokens of a sequence, at any speed
 TOGETHER = 64
-"""Tokens that a response which is not streamed takes at once: waking for each costs the steps."""
+"""Tokens that a whole response takes at once: waking for each costs the steps."""
 
 
 class News(NamedTuple):
@@ -62,11 +62,11 @@ class Job:
     A `read` that has to wait is woken by `at_once` events, or the last one of a sequence.
     """
 
-    at_once = 1
-
-    def __init__(self, numbers: Sequence[int], cancel: Callable[[int, str], None]) -> None:
+    def __init__(
+        self, numbers: Sequence[int], cancel: Callable[[int, str], None], at_once: int = 1
+    ) -> None:
         self._open = {number: index for index, number in enumerate(numbers)}
-        self._numbers, self._cancel = list(numbers), cancel
+        self._numbers, self._cancel, self._at_once = list(numbers), cancel, at_once
         self._limit: asyncio.TimerHandle | None = None
         self._news: list[News] = []
         self._unread_since = 0.0
@@ -119,7 +119,7 @@ class Job:
         late = now - self._unread_since > UNREAD_S
         if unread > MAX_UNREAD and (late or unread > _FAR_BEHIND):
             self.fail(failure("slow_reader"))
-        if last or len(self._news) >= self.at_once:
+        if last or len(self._news) >= self._at_once:
             self._stirred.set()
 
     def fail(self, error: ApiError) -> None:
@@ -239,7 +239,7 @@ class EngineProcess:
             raise self._unavailable()
         numbers = range(self._next, self._next + len(asks))
         self._next += len(asks)
-        job = Job(numbers, self._cancel)
+        job = Job(numbers, self._cancel, TOGETHER if asks[0].whole else 1)
         now = asyncio.get_running_loop().time()
         for number, ask in zip(numbers, asks, strict=True):
             self._writer.write(encode(msgspec.structs.replace(ask, id=number)))

@@ -38,6 +38,7 @@ class Submit(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     constraint: str = ""  # what `GrammarMaker.compile` takes, as JSON: its numbers may be large
     diffusion: str | None = None  # how blocks are denoised; None: the session's way
     shows: bool = False  # whether to report the uncommitted tokens of a block after each forward
+    whole: bool = False  # whether nothing waits for a token before the last
 
 
 class Cancel(msgspec.Struct, tag=True, frozen=True):
