@@ -330,10 +330,13 @@ def test_limits_by_format_and_by_flag() -> None:
     assert gate.choose_limits([], ["kv"])[0] == "kv"
     assert gate.choose_limits(formats, name="int8")[0] == "int8"
     assert gate.choose_limits([parse_format("ternary_f16")])[0] == "int4"
+    three, four = parse_format("tcq3"), parse_format("tcq4")
+    assert gate.choose_limits([three, three, four])[0] == "int3"
+    assert gate.choose_limits([three, four])[0] == "int4"
     with pytest.raises(UsageError, match="--limits"):
         gate.choose_limits([parse_format("bsr_16x32_f32")])
     with pytest.raises(UsageError, match="known"):
-        gate.choose_limits([], name="int3")
+        gate.choose_limits([], name="int2")
     found = gate.override(gate.LIMITS["int8"], max_kld=0.5, min_tokens=None)
     assert (found.max_kld, found.min_tokens) == (0.5, gate.MIN_TOKENS)
     with pytest.raises(UsageError, match="--max-kld"):

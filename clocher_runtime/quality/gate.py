@@ -44,8 +44,11 @@ LIMITS = {
     "kv": Limits(1.004, 0.005, 0.96, 0.02),
     "fp8": Limits(1.006, 0.01, 0.955, 0.025),
     "int4": Limits(1.03, 0.05, 0.915, 0.06),
+    "int3": Limits(1.125, 0.2, 0.8, 0.12),  # a bit less: four times the squared error
 }
 """Class -> limits, the strictest first."""
+FEW_BITS = 3.5
+"""Bits of a trellis, the mean over tensors, below which a model is of the class int3."""
 MIN_COSINE = {"float": 0.9999, "int8": 0.999, "fp8": 0.999, "int4": 0.98}
 """Class -> least cosine with the float tensor."""
 MIN_COSINE_E5M2 = 0.998
@@ -161,14 +164,18 @@ def choose_limits(
         if name not in LIMITS:
             raise UsageError(f"limits {name!r} are not known; known: {', '.join(LIMITS)}")
         return name, LIMITS[name]
-    found = {"float", *settings}
+    found, trellises = {"float", *settings}, list[int]()
     for fmt in changed:
+        if isinstance(fmt, Tcq):
+            trellises.append(fmt.bits)
         if type(fmt) not in _CLASSES:
             raise UsageError(
                 f"there are no default limits for {fmt.name}; name a class with --limits: "
                 f"{', '.join(LIMITS)}"
             )
         found.add(_CLASSES[type(fmt)])
+    if trellises and sum(trellises) < FEW_BITS * len(trellises):
+        found.add("int3")
     loosest = [kind for kind in LIMITS if kind in found][-1]
     return loosest, LIMITS[loosest]
 

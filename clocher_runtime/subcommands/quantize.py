@@ -24,7 +24,7 @@ os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "20")
 
 MANIFEST = "q4_manifest.json"
 """In the output directory: method and quality of each tensor."""
-LIMITS = ("float", "int8", "kv", "fp8", "int4")
+LIMITS = ("float", "int8", "kv", "fp8", "int4", "int3")
 FORMATS = ("int4", "int8", "fp8", "fp8_e5m2", "mxfp4", "ternary", "tcq2", "tcq3", "tcq4", "tcq5")
 
 _NEXT = {
