@@ -71,7 +71,7 @@ class Browser:
 
     def reload(self) -> None:
         """Load the page again, once what it keeps is on disk."""
-        self.run("setTimeout(done, 100)")
+        self.run("store.chats().then(() => done())")  # reads wait for the writes before them
         self.driver.refresh()
         self.ready()
 

@@ -197,7 +197,7 @@ def test_each_chat_has_settings_of_its_own(browser: Browser, three: Script) -> N
     browser.click("#settings .main")
     browser.ask("Plums again?")
     assert three.asked[-1]["messages"][0] == {"role": "system", "content": "Be brief."}
-    sampled = three.sampled[-1]
+    sampled = three.submitted[-1].sampling
     assert [sampled[key] for key in ("temperature", "top_k", "min_p")] == [0.1, 7, 0.05]
     choose(browser, "Pears?")
     browser.wait("turns[0]?.content === 'Pears?'")
