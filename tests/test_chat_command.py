@@ -475,7 +475,7 @@ def test_a_seed_gives_the_answer_of_the_api(
         (b"x", ["--seed", "-1"], 2, "--seed: got '-1'"),
         (b"x", ["--max-new", "0"], 2, "--max-new: got '0'"),
         (b"x", ["one", "two", "three"], 2, "unexpected extra argument"),
-        (b"x", ["--reasoning-effort", "huge"], 2, "expected one of low, medium, high"),
+        (b"x", ["--reasoning-effort", "huge"], 2, "expected one of none, minimal, low, medium"),
         (b"x", ["no-such-directory"], 3, "no-such-directory"),
         (b"x", ["--config", "no-such-file"], 2, "no-such-file"),
         (
@@ -506,6 +506,8 @@ def test_the_template_reads_the_reasoning_effort(pipe: Pipe, talker: Path, tmp_p
         expected = model.chat(messages, max_new=8, reasoning_effort="high").text
     flags = ("--reasoning-effort", "high", "--temperature", 0, "--max-new", 8)
     assert pipe("x", talker, *flags)[1].rstrip("\n") == expected.rstrip("\n")
+    most = (flags[0], "xhigh", *flags[2:])
+    assert pipe("x", talker, *most)[1].rstrip("\n") == expected.rstrip("\n"), "the nearest"
     deaf = model_with_template(
         tmp_path / "deaf", talker, TEMPLATE.replace("reasoning_effort", "''")
     )

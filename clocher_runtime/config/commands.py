@@ -123,8 +123,8 @@ class ChatConfig(SamplingConfig):
     prompt: str | None = _chat(_TEXT, "a question: answer it once, and end")
     system: str | None = _chat(_TEXT, "the system message of the conversation")
     reasoning_effort: str | None = _chat(
-        one_of("low", "medium", "high"),
-        "how much the model thinks, where its chat template reads that",
+        one_of("none", "minimal", "low", "medium", "high", "xhigh"),
+        "how much the model thinks, as far as its chat template can say it",
     )
     hide_thinking: bool = _chat(SWITCH, "do not show what the model thinks")
     no_stats: bool = _chat(SWITCH, "no line of numbers after an answer")
