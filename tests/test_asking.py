@@ -138,7 +138,7 @@ class Run:
 
     def __init__(self, step: float, more: float = 0.1, left: int = 0, most: int = 7) -> None:
         self.model = Model(step, more)
-        self.speculator = Speculator(lambda: None, 8, gate=DraftModelGate(self.model))
+        self.speculator = Speculator(lambda _: None, 8, gate=DraftModelGate(self.model))
         self.speculator.costs.ns = list(FLAT)
         self.track: Track = self.speculator.track()
         self.track.reader = Reader(left)

@@ -37,7 +37,7 @@ def session_of(texts: Sequence[Sequence[int]], **options: Any) -> Iterator[Sessi
     session = make_session(model(), backend="cuda", kv_dtype="bf16", **options)
     if texts:
         rows = session.executor.plan.rows
-        speculator = Speculator(lambda: Oracle(texts, 3), rows)
+        speculator = Speculator(lambda _: Oracle(texts, 3), rows)
         speculator.costs = Free(rows)
         session.scheduler.forwards.speculator = speculator
     try:

@@ -134,14 +134,14 @@ class ScriptedSession:
     context, isa, act_prec, kv_cache_bytes = 100, "generic", "fp32", 3 << 19
 
     def __init__(self, clock):
-        self.clock, self.calls = clock, []
+        self.clock, self.calls, self.salts = clock, [], set()
         self.scheduler = SimpleNamespace(kv_hits=1000, kv_misses=1000)  # left by a warm-up
         self.pages_read = PagesRead(100, 400)
         self.config = SimpleNamespace(act_sparsity=None, attn="topk:256")
         self.model, self.sizes = MODEL, SimpleNamespace(cache_dtype="f32")
         self.diffusion = "off"
         self.speculate, self.counts = "off", Counts(forwards=7, sent=3)
-        self.speculator = Speculator(lambda: None, 9)
+        self.speculator = Speculator(lambda _: None, 9)
 
     def synchronize(self):
         pass
@@ -152,7 +152,8 @@ class ScriptedSession:
     def speculation(self, before=None):
         return self.speculator.account(self.counts.since(before or Counts()))
 
-    def generate(self, prompts, max_new, sampling, stop_ids, window, after_token, *, logits):
+    def generate(self, prompts, max_new, sampling, stop_ids, window, after_token, *, logits, salt):
+        self.salts.add(salt)
         self.calls.append([list(p) for p in prompts])
         for sequence, prompt in enumerate(prompts):
             with window.span("prefill", len(prompt)):
@@ -260,6 +261,7 @@ def test_one_prompt(line_of, capsys):
 def test_rounds_and_batches_add_up(line_of, engine, capsys):
     line = line_of([[1], [2, 2], [3]], batch=2, max_new=3, rounds=2, require_model=True)
     assert engine.session.calls == [[[1], [2, 2]], [[3]]] * 2
+    assert engine.session.salts == {"repeated"}  # no round drafts from the one before
     # a round: groups of 2 and 1 prompts: prefill 10 + 20 and 10 ms, decode 1 + 2 ms each
     assert line["wall_time_s"] == pytest.approx(2 * 0.046)
     assert (line["prompts"], line["batch"], line["rounds"], line["mode"]) == (3, 2, 2, "strict")

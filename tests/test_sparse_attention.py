@@ -197,7 +197,7 @@ def test_drafts_change_nothing(attn: str) -> None:
     expected = alone("llama", attn)
     with closing(session_of("llama", attn, batch=3, speculate="suffix")) as session:
         rows = session.executor.plan.rows
-        speculator = Speculator(lambda: Oracle(expected, 1), rows)
+        speculator = Speculator(lambda _: Oracle(expected, 1), rows)
         speculator.costs = Free(rows)
         session.scheduler.forwards.speculator = speculator
         assert texts_of(session) == expected

@@ -2,6 +2,8 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
+from copy import deepcopy
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -13,7 +15,7 @@ from test_session import MODELS, ids_of, model_of
 from clocher_kernels.errors import UsageError
 from clocher_runtime.engine.arguments import Sampling
 from clocher_runtime.engine.session import Session
-from clocher_runtime.speculation.draft import Draft
+from clocher_runtime.speculation.draft import Draft, SuffixDrafter
 from clocher_runtime.speculation.gate import ForwardCosts, Trial, choose
 from clocher_runtime.speculation.speculator import Counts, Speculator
 
@@ -39,10 +41,11 @@ class Free(ForwardCosts):
         return ns
 
 
-class Oracle:
+class Oracle(SuffixDrafter):
     """Knows the texts; its drafts go wrong somewhere."""
 
     def __init__(self, texts: Sequence[Sequence[int]], seed: int) -> None:
+        super().__init__()
         self._texts = texts
         self._random = np.random.default_rng(seed)
 
@@ -90,7 +93,7 @@ def test_guesses_change_no_token(name: str, sampling: str, batch: int) -> None:
     truth = expected(name, sampling)
     with session_of(name, batch, speculate="suffix") as session:
         rows = session.executor.plan.rows
-        speculator = Speculator(lambda: Oracle(truth, batch), rows)
+        speculator = Speculator(lambda _: Oracle(truth, batch), rows)
         speculator.costs = Free(rows)
         session.scheduler.forwards.speculator = speculator
         assert texts_of(session, SAMPLINGS[sampling]) == truth
@@ -157,12 +160,33 @@ def test_penalties_and_biases_are_those_of_a_plain_function(options: dict[str, A
         assert texts_of(session, sampling, prompts=LONG) == truth
     with session_of(name, 3, speculate="suffix") as session:
         rows = session.executor.plan.rows
-        speculator = Speculator(lambda: Oracle(truth, 1), rows)
+        speculator = Speculator(lambda _: Oracle(truth, 1), rows)
         speculator.costs = Free(rows)
         session.scheduler.forwards.speculator = speculator
         assert texts_of(session, sampling, prompts=LONG) == truth
         assert speculator.counts.accepted > 30
         assert speculator.counts.drafted > speculator.counts.accepted
+
+
+def test_an_answer_speeds_up_the_next_one_unless_it_is_salted() -> None:
+    with session_of("llama", 1, speculate="auto") as session:
+        speculator = session.scheduler.forwards.speculator
+        assert speculator is not None
+        speculator.costs = Free(session.executor.plan.rows)
+
+        def answers(salt: str) -> tuple[list[int], Sequence[int]]:
+            before = session.speculation().counts
+            before = replace(before, by_source=deepcopy(before.by_source))
+            made = session.generate(PROMPTS[:1], NEW, None, frozenset(), salt=salt)
+            ids = [token.id for token in made]
+            return ids, session.speculation(before).counts.by_source.get("answers", (0, 0))
+
+        for salt in ("", "own", "own"):
+            ids, (drafted, _) = answers(salt)
+            assert drafted == 0
+        same, (drafted, accepted) = answers("")
+        assert same == ids
+        assert drafted >= accepted > NEW // 2
 
 
 class Even:
@@ -200,7 +224,7 @@ def test_guesses_obey_a_constraint(sampling: str) -> None:
     }
     with session_of("llama", 2, speculate="suffix") as session:
         rows = session.executor.plan.rows
-        speculator = Speculator(lambda: Oracle(truth, 7), rows)
+        speculator = Speculator(lambda _: Oracle(truth, 7), rows)
         speculator.costs = Free(rows)
         session.scheduler.forwards.speculator = speculator
         assert texts_of(session, chosen, [Even() for _ in PROMPTS]) == truth

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from clocher_runtime.speculation import draft as module
-from clocher_runtime.speculation.draft import LEVELS, NO_DRAFT, SuffixDrafter
+from clocher_runtime.speculation.draft import LEVELS, NO_DRAFT, SOURCES, Answers, SuffixDrafter
 
 PYTHON_TEXT = list(Path(__file__).read_bytes())
 MOST = 7
@@ -108,3 +108,35 @@ def test_many_calls_draft_what_one_does() -> None:
         piecewise.draft(text[:at], MOST)
     piecewise._distance = 0  # what it found last
     assert piecewise.draft(text, MOST) == SuffixDrafter().draft(text, MOST)
+
+
+def sources(draft: tuple[object, list[int]]) -> list[str]:
+    return [SOURCES[kind] for kind in draft[1]]
+
+
+def test_an_answer_is_drafted_from_where_the_text_itself_has_less() -> None:
+    answers = Answers()
+    SuffixDrafter(answers).end([5, 6, 7, 8, 9])
+    other = SuffixDrafter(answers)
+    draft = other.draft([1, 5, 6], MOST)
+    assert list(draft.tokens) == [7, 8, 9]  # and not what follows in another answer
+    assert sources(draft) == ["answers"] * 3
+    own = other.draft([1, 5, 6, 2, 5, 6], 2)
+    assert (list(own.tokens), sources(own)) == ([2, 5], ["suffix"] * 2)  # as long a match: its own
+    assert SuffixDrafter(answers).draft([9], MOST) is NO_DRAFT  # nothing follows
+    assert SuffixDrafter().draft([1, 5, 6], MOST) is NO_DRAFT
+    SuffixDrafter(answers).end([4, 6, 3])
+    assert list(SuffixDrafter(answers).draft([6], MOST).tokens) == [3]  # the newest
+    assert list(SuffixDrafter(answers).draft([0, 5, 6], 1).tokens) == [7]  # the longest
+
+
+def test_the_oldest_answers_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_KEPT", 64)
+    answers = Answers()
+    for first in range(0, 1000, 10):
+        answers.add(range(first, first + 10))
+    drafts = [answers.after([first, first + 1], MOST)[0] for first in range(0, 1000, 10)]
+    kept = [bool(tokens) for tokens in drafts]
+    assert kept == sorted(kept)
+    assert 2 <= sum(kept) <= 6
+    assert drafts[-1] == list(range(992, 999))

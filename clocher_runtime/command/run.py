@@ -5,6 +5,7 @@ import os
 import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
 
 _PIPE_WAIT_S, _ECHOED_CHARS = 5, 2000
 _STORY = "Once upon a time"
+_REPEATED = "repeated"
+"""Salt of prompts that are read more than once: no answer is drafted from the one before."""
 _MODEL_SUFFIXES = (".safetensors", ".bin", ".json", ".gguf", ".jinja")
 
 
@@ -104,7 +107,8 @@ def _run(source: PromptSource, batch: int, completions: Completions) -> Line:
         if config.warmup:
             prompts = map(prepare, source.peek(config.batch))
             ids = next((prompt.ids for prompt in prompts if prompt.error is None), None)
-            for _ in session.generate([ids], config.warmup, stop_ids=frozenset()) if ids else ():
+            warm = partial(session.generate, stop_ids=frozenset(), salt=_REPEATED)
+            for _ in warm([ids], config.warmup) if ids else ():
                 pass
         ahead, overlap = prefetch_depth(config.prefetch, batch)
         workers = worker_count(overlap, len(usable_cpus()), threads_of(loaded.config))
@@ -176,6 +180,7 @@ def measure(
                     window,
                     touch if touch.bytes_per_token else None,
                     logits=traced and first,
+                    salt=_REPEATED if config.rounds > 1 else "",
                 )
                 for token in _named(generated, usable) if usable else ():
                     ids = made[token.sequence]

@@ -179,6 +179,8 @@ class Scheduler:
         for request, _ in parts:
             if request.is_done and not request.queue.is_over:
                 request.queue.open -= 1
+                if request.track is not None:
+                    request.track.end(request.ids[-request.made :])
                 self._retire(request)
         if faulty := [request for request, _ in parts if request.is_faulty]:
             self._fail(faulty)

@@ -25,7 +25,7 @@ from clocher_runtime.engine.timing import TimedWindow
 from clocher_runtime.models.build import COUNTS
 from clocher_runtime.models.inventory import NORM
 from clocher_runtime.models.spec import ModelSpec
-from clocher_runtime.speculation.draft import SuffixDrafter, Track
+from clocher_runtime.speculation.draft import Answers, SuffixDrafter, Track
 from clocher_runtime.speculation.gate import DraftModelGate
 from clocher_runtime.speculation.speculator import WITH_DRAFT_MODEL, Account, Counts, Speculator
 
@@ -96,7 +96,12 @@ class Session:
         if drafts:
             gate = None if self._draft_model is None else DraftModelGate(self._draft_model)
             alone = self.speculate in ("auto", "suffix")
-            speculator = Speculator(SuffixDrafter if alone else lambda: None, sizes.rows, gate)
+            answers = Answers()
+
+            def make(shares: bool) -> SuffixDrafter | None:
+                return SuffixDrafter(answers if shares else None) if alone else None
+
+            speculator = Speculator(make, sizes.rows, gate)
         self.scheduler = Scheduler(bound, speculator)
         self.changed = ""
         self._lock = StepLock(self.scheduler)
@@ -164,8 +169,9 @@ class Session:
 
         It joins the steps at its first token. `stop_ids` None takes the model's. Each step is one
         span of `window`, "prefill" if it has prompt tokens, else "decode", inside which
-        `after_token` gets the number of tokens made. `salt`: cached pages are shared within it;
-        `constraints`: one or None per prompt; `adapter`: the name of a LoRA adapter.
+        `after_token` gets the number of tokens made. `salt`: cached pages are shared within it,
+        and answers to draft from among calls without one; `constraints`: one or None per prompt;
+        `adapter`: the name of a LoRA adapter.
 
         Raises SessionBusy (beside a measured generation or within a step), UsageError, NonFinite,
         ModelChanged (checked before the first step and after the last).
@@ -279,7 +285,7 @@ class Session:
         speculator = self.scheduler.forwards.speculator
         if speculator is None or not (constraint is None or hasattr(constraint, "undo")):
             return None
-        track = speculator.track()
+        track = speculator.track(shares=not salt)
         if self._draft_model is not None:
             track.reader = self._draft_model.reader(ids, sampling, salt)
         return track

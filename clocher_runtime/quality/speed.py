@@ -23,6 +23,9 @@ _CHECKED = 8
 _BESIDE = 37
 """Tokens of the sequence beside a repeated case; odd, so that steps begin elsewhere."""
 
+_ALONE = "alone"
+"""Salt of what is timed: no answer is drafted from the round before."""
+
 _LEAST_STEP = 16
 """Least average prompt tokens of a step while others decode; see `Scheduler`."""
 
@@ -166,7 +169,7 @@ class Runner:
         budget = case.longest - case.before
         made: list[list[int]] = [[] for _ in prompts]
         seen = full = 0
-        stream = self.session.generate(prompts, budget, stop_ids=frozenset(), window=window)
+        stream = self.session.generate(prompts, budget, None, frozenset(), window, salt=_ALONE)
         with closing(stream):
             for token in stream:
                 made[token.sequence].append(token.id)
@@ -183,7 +186,7 @@ class Runner:
         self, prompts: Sequence[list[int]], tokens: int, window: TimedWindow | None = None
     ) -> list[int]:
         """Return what follows the last prompt."""
-        stream = self.session.generate(prompts, tokens, stop_ids=frozenset(), window=window)
+        stream = self.session.generate(prompts, tokens, None, frozenset(), window, salt=_ALONE)
         return [token.id for token in stream if token.sequence == len(prompts) - 1]
 
     def _ids(self, case: Case, index: int) -> list[int]:

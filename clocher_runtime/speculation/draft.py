@@ -1,4 +1,4 @@
-"""Drafts of a sequence, acceptance rates, and the drafter that reads only the sequence itself.
+"""Drafts of a sequence, acceptance rates, and the drafter that reads text: its own, and answers.
 
 A class is a drafter and its confidence. First draft tokens are judged even if not sent.
 """
@@ -17,6 +17,7 @@ CONFIDENCE = (0.3, 0.5, 0.7, 0.85, 0.95, 0.99)
 PRIORS = MappingProxyType(
     {
         "suffix": (0.15, 0.3, 0.45, 0.6, 0.75, 0.9),
+        "answers": (0.15, 0.3, 0.45, 0.6, 0.75, 0.9),
         "draft": (0.6, 0.3, 0.5, 0.7, 0.85, 0.92, 0.97, 0.99),
     }
 )
@@ -88,19 +89,93 @@ _LEVEL_OF = [min(max(n, 1).bit_length(), LEVELS) - 1 for n in range(_LONGEST + M
 _TRIED = 8  # places where two tokens stood that are compared
 
 
-class SuffixDrafter:
-    """Drafts what followed the longest end of the sequence that stood there before.
-
-    It looks for it as LZ77 does: where the last two tokens stood, the newest `_TRIED` places, and
-    where the last draft's match goes on.
-    """
+class TextIndex:
+    """Where each token of a growing text stood last, and each two tokens, newest place first."""
 
     def __init__(self) -> None:
         self._tokens: dict[int, int] = {}  # token -> its newest place
         self._pairs: dict[tuple[int, int], int] = {}  # two tokens -> the newest place of the second
         self._older = array("i")  # place -> the one before it of the same two tokens, or -1
+
+    def read(self, text: Sequence[int], end: int) -> None:
+        """Note the places before `end`."""
+        tokens, pairs, older = self._tokens, self._pairs, self._older
+        for place in range(len(older), end):
+            token = text[place]
+            pair = text[place - 1] if place else -1, token
+            older.append(pairs.get(pair, -1))
+            tokens[token] = pairs[pair] = place
+
+    def match(self, text: Sequence[int], ids: Sequence[int], first: int = -1) -> tuple[int, int]:
+        """Return the place in `text` where the longest end of `ids` ends, and its length.
+
+        As LZ77 does, it tries the place `first`, the newest `_TRIED` of the last two tokens, and
+        the newest of the last token. No length: (0, 0).
+        """
+        end, found, length = len(ids) - 1, 0, 0
+        for place in self._places(ids, first):
+            if place < length or text[place - length] != ids[end - length]:
+                continue  # no longer than what is known
+            same, most = 0, min(place, end, _LONGEST - 1)
+            while same <= most and text[place - same] == ids[end - same]:
+                same += 1
+            if same > length:
+                found, length = place, same
+            if same == _LONGEST or length > end:
+                break
+        return found, length
+
+    def _places(self, ids: Sequence[int], first: int) -> Iterator[int]:
+        if first >= 0:
+            yield first
+        place = self._pairs.get((ids[-2], ids[-1]), -1) if len(ids) > 1 else -1
+        for _ in range(_TRIED):
+            if place < 0:
+                break
+            yield place
+            place = self._older[place]
+        if (place := self._tokens.get(ids[-1], -1)) >= 0:
+            yield place
+
+
+_BETWEEN = -1  # no token: stands after each answer
+_KEPT = 1 << 16  # tokens of answers; then the older half is dropped
+
+
+class Answers:
+    """The newest answers of a session, to draft from.
+
+    Source: SuffixDecoding (arXiv 2411.04975), whose trees of earlier outputs are an index here.
+    """
+
+    def __init__(self) -> None:
+        self._text: list[int] = []
+        self._index = TextIndex()
+
+    def add(self, answer: Sequence[int]) -> None:
+        """Keep an answer."""
+        self._text += [*answer, _BETWEEN]
+        if len(self._text) > _KEPT:
+            self._text, self._index = self._text[-_KEPT // 2 :], TextIndex()
+        self._index.read(self._text, len(self._text))
+
+    def after(self, ids: Sequence[int], most: int) -> tuple[Sequence[int], int]:
+        """Return up to `most` tokens that followed the longest end of `ids`, and its length."""
+        found, length = self._index.match(self._text, ids)
+        tokens = self._text[found + 1 : found + 1 + most] if length else []
+        return tokens[: tokens.index(_BETWEEN)] if _BETWEEN in tokens else tokens, length
+
+
+class SuffixDrafter:
+    """Drafts what followed the longest end of the sequence that stood there before.
+
+    That is looked for in the sequence, where the last draft's match goes on, too; and in `answers`,
+    which win by a longer match.
+    """
+
+    def __init__(self, answers: Answers | None = None) -> None:
+        self._index, self._answers = TextIndex(), answers
         self._distance = 0  # from the last match to the end
-        self._classes = [SOURCES.index("suffix") + each for each in _LEVEL_OF]
 
     def draft(self, ids: Sequence[int], most: int) -> Draft:
         """Return `most` tokens that followed, if any did; `ids` only grows between calls.
@@ -108,45 +183,24 @@ class SuffixDrafter:
         A match up to the end is taken to repeat.
         """
         end = len(ids) - 1
-        self._read(ids, end)
-        found = length = 0
-        for place in self._places(ids, end):
-            if place < length or ids[place - length] != ids[end - length]:
-                continue  # no longer than what is known
-            same = 0
-            while same < min(place + 1, _LONGEST) and ids[place - same] == ids[end - same]:
-                same += 1
-            if same > length:
-                found, length = place, same
-            if same == _LONGEST:
-                break
-        if not length:
-            return NO_DRAFT
-        self._distance = end - found
-        tokens = [ids[found + 1 + i % self._distance] for i in range(most)]
+        self._index.read(ids, end)
+        found, length = self._index.match(ids, ids, end - self._distance if self._distance else -1)
+        source, tokens = "suffix", list[int]()
+        if length:
+            self._distance = end - found
+            tokens = [ids[found + 1 + i % self._distance] for i in range(most)]
+        if self._answers is not None:
+            others, longer = self._answers.after(ids, most)
+            if others and longer > length:
+                source, tokens, length = "answers", list(others), longer
         # Each accepted token lengthens the match behind the next one.
-        return Draft(tokens, self._classes[length : length + most])
+        first, levels = SOURCES.index(source), _LEVEL_OF[length : length + len(tokens)]
+        return Draft(tokens, [first + level for level in levels]) if tokens else NO_DRAFT
 
-    def _read(self, ids: Sequence[int], end: int) -> None:
-        """Note the places before `end`."""
-        tokens, pairs, older = self._tokens, self._pairs, self._older
-        for place in range(len(older), end):
-            token = ids[place]
-            pair = ids[place - 1] if place else -1, token
-            older.append(pairs.get(pair, -1))
-            tokens[token] = pairs[pair] = place
-
-    def _places(self, ids: Sequence[int], end: int) -> Iterator[int]:
-        if self._distance:
-            yield end - self._distance
-        place = self._pairs.get((ids[end - 1], ids[end]), -1) if end else -1
-        for _ in range(_TRIED):
-            if place < 0:
-                break
-            yield place
-            place = self._older[place]
-        if (place := self._tokens.get(ids[end], -1)) >= 0:
-            yield place
+    def end(self, answer: Sequence[int]) -> None:
+        """Keep the sequence's answer for others."""
+        if self._answers is not None:
+            self._answers.add(answer)
 
 
 class Track:
@@ -175,6 +229,11 @@ class Track:
         may_be_sent = any(ns[1 : 1 + len(draft.tokens)])
         self.offer, self.asides = (draft, []) if may_be_sent else (NO_DRAFT, [draft])
         return self.rates.along(self.offer.classes)
+
+    def end(self, answer: Sequence[int]) -> None:
+        """Record the whole answer of the sequence."""
+        if self.drafter is not None:
+            self.drafter.end(answer)
 
 
 class Pending(NamedTuple):

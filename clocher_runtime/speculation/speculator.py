@@ -104,11 +104,14 @@ class Account:
 
 
 class Speculator:
-    """Drafts for a session's sequences; `make` returns the drafter of a new one."""
+    """Drafts for a session's sequences; `make` returns the drafter of a new one.
+
+    It is called with whether the sequence may draft from other sequences' answers.
+    """
 
     def __init__(
         self,
-        make: Callable[[], SuffixDrafter | None],
+        make: Callable[[bool], SuffixDrafter | None],
         rows: int,
         gate: DraftModelGate | None = None,
     ) -> None:
@@ -124,9 +127,9 @@ class Speculator:
         cost_of_draft = steps[1] / ns[1] if any(steps[1:2]) else math.nan
         return Account(counts, ns[DRAWN] / ns[1], cost_of_draft)
 
-    def track(self) -> Track:
-        """Return what is drafted for a new sequence."""
-        return Track(self._make(), AcceptanceRates(self._rates.mean))
+    def track(self, shares: bool = True) -> Track:
+        """Return what is drafted for a new sequence; see `make`."""
+        return Track(self._make(shares), AcceptanceRates(self._rates.mean))
 
     def draft(self, pending: Sequence[Pending], base: int, rows: int) -> list[Draft]:
         """Return the draft tokens to send for each sequence of a step."""
