@@ -19,6 +19,7 @@ from clocher_runtime.quantize.alloc import (
     allocation_table,
     at_most,
     choose,
+    room_of,
     unit_of,
 )
 
@@ -117,14 +118,13 @@ def test_allocating_a_trained_model(tmp_path, monkeypatch):
         harms = [c["harm"] for c in unit["candidates"].values()]
         assert min(harms) > 0
         assert harms[-1] < 0.1 * harms[0]
+        assert unit["candidates"]["int4_asym_g32_f16"]["harm"] == unit["kld_alone"]
     file = tmp_path / "kept.jsonl"
     edited = Kept(file, {})
     edited.add(record["units"][0]["unit"], "much")  # no harm: it is measured again
     again = allocate(checkpoint, plan, text, target_bpw=7.5, kept=Kept(file, {}))
     assert again == (result, record) and len(file.read_text().splitlines()) == 6
-    monkeypatch.setattr(
-        "clocher_runtime.quantize.alloc._quantise_unit", None
-    )  # nothing is measured
+    monkeypatch.setattr("clocher_runtime.quantize.alloc._quantised", None)  # nothing is measured
     known = Kept(tmp_path / "kept.jsonl", {})
     assert allocate(checkpoint, plan, text, target_bpw=7.5, kept=known) == again
     formats = {
@@ -139,6 +139,13 @@ def test_allocating_a_trained_model(tmp_path, monkeypatch):
         allocate(checkpoint, plan, text, target_bpw=4.2, kept=known)
     with pytest.raises(UsageError, match="nothing to choose"):
         allocate(checkpoint, make_plan(checkpoint, head), text, target_bpw=9, kept=known)
+
+
+@pytest.mark.parametrize(("bpw", "base"), [(2.3, 0), (3.5, 1), (4.3, 2), (5, 2), (5.3, 3)])
+def test_harm_is_measured_in_the_largest_format_that_all_could_have(bpw, base):
+    checkpoint = open_checkpoint(LLAMA)
+    rule = {"pattern": LINEARS["pattern"], "dtype": "tcq3", "method": "gptq"}
+    assert room_of(make_plan(checkpoint, rule), bpw).base == base
 
 
 def test_a_target_that_cannot_be_met_names_the_way_out():

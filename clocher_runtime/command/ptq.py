@@ -135,7 +135,7 @@ def rules_of(options: dict[str, Any], names: Iterable[str]) -> q4_map.Q4Map:
         rule = _rule(options, method)
         exceptions = [{"pattern": KEPT, "dtype": "keep"}]
         if rule["dtype"].startswith("tcq"):
-            head = f"tcq{min(max(int(rule['dtype'][3:]) + 1, 4), 5)}"
+            head = f"tcq{max(round(options['bits'] or int(rule['dtype'][3:])), 4)}"
             exceptions.insert(0, rule | {"pattern": HEAD, "dtype": head})
         every = [*exceptions, rule]
         used = [

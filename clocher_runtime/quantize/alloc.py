@@ -1,13 +1,14 @@
 """Choose the formats of a plan so that a target size does least harm, by measured divergence.
 
 Units (query, key and value; gate and up; down; experts) are decided one by one. The harm of a
-candidate is the KL divergence with this unit alone quantised to the smallest candidate, times its
-weighted error relative to that. The upgrade that saves most harm per byte comes first.
+candidate is the KL divergence with this unit alone quantised to the largest candidate that all
+could have, times its weighted error relative to that: at two bits some units break, which says
+nothing of three. The upgrade that saves most harm per byte comes first.
 
 Source: exllamav3's `measure`; llama.cpp's target-bpw proposal (pull request 15550).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 from zlib import crc32
@@ -42,16 +43,10 @@ TRELLISES: tuple[Format, ...] = tuple(map(Tcq, LEVELS))
 LEAST_FRACTION = 2.25
 """Bits per weight from which trellises may be mixed."""
 
-TOKENS = 8192
-"""Calibration tokens used: half to fit, half to measure on."""
-FEW_TOKENS = 2048
-"""The same if the smallest candidate has two bits, whose harm is some hundred times as large.
-
-From text to text a unit's harm varies by 17 % then. Measured on a quarter of these tokens, the
-first 128 of each sequence, the choice lost 3 to 13 % more (SmolLM2, 2026-11-29).
-"""
-
-_SAMPLED_ROWS = 256
+JUDGED = 1024
+"""Calibration tokens measured on, at most half of them; the others fit."""
+_SAMPLED_ROWS, _TURNED_ROWS = 256, 32
+"""Rows whose error is measured; once rotated, all have much the same."""
 _SAMPLED_EXPERTS = 4
 _KINDS = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv"),
@@ -81,6 +76,7 @@ class Room(NamedTuple):
     pinned: Sequence[PlannedTensor]  # the other tensors, which keep their formats
     params: int  # of all tensors of the plan
     fixed: int  # bytes of the pinned tensors
+    base: int  # the largest candidate that all units could have
     most: int  # bytes of the units in the largest candidate
     budget: int  # bytes that the units may take
 
@@ -124,7 +120,9 @@ def room_of(plan: QuantPlan, target_bpw: float) -> Room:
             f"bits per weight of {target_bpw:g} cannot be met: the smallest formats give "
             f"{8 * (least + fixed) / params:.3f}{kept}; {ways}"
         )
-    return Room(units, candidates, sizes, pinned, params, fixed, most, budget)
+    totals = [sum(column) for column in zip(*sizes, strict=True)]
+    base = max((n for n in totals if n <= budget), default=min(totals))
+    return Room(units, candidates, sizes, pinned, params, fixed, totals.index(base), most, budget)
 
 
 def at_most(plan: QuantPlan, target_bpw: float) -> QuantPlan:
@@ -161,12 +159,12 @@ def allocate(
     room = room_of(plan, target_bpw)
     units, candidates, sizes = room.units, room.candidates, room.sizes
     kld, importance, tokens = measure_units(
-        checkpoint, units, candidates[0], text_ids, kept, threads, seed, progress
+        checkpoint, units, candidates[room.base], text_ids, kept, threads, seed, progress
     )
     options = []
     for (name, unit), row in zip(units.items(), sizes, strict=True):
         error = candidate_errors(checkpoint, unit, candidates, importance, seed, threads)
-        harms = [kld[name] * e / max(error[0], 1e-30) for e in error]
+        harms = [kld[name] * e / max(error[room.base], 1e-30) for e in error]
         options.append([Option(*each) for each in zip(candidates, row, harms, strict=True)])
     taken, price = choose(options, room.budget)
     chosen = [row[place].format for row, place in zip(options, taken, strict=True)]
@@ -191,7 +189,7 @@ def allocate(
                 "tensors": [tensor.name for tensor in unit],
                 "params": sum(tensor.params for tensor in unit),
                 "format": fmt.name,
-                "kld_alone": row[0].harm,
+                "kld_alone": kld[name],
                 "candidates": {o.format.name: {"nbytes": o.nbytes, "harm": o.harm} for o in row},
             }
             for (name, unit), row, fmt in zip(units.items(), options, chosen, strict=True)
@@ -262,17 +260,14 @@ def measure_units(
     seed: int,
     progress: Progress,
 ) -> tuple[dict[str, float], dict[str, np.ndarray], int]:
-    """Measure each unit's harm alone in a format; half of the sequences fit, half measure.
+    """Measure each unit's harm alone in a format, on sequences that it was not fitted to.
 
     Returns by unit the mean KL divergence in nats with it quantised; by matrix E[x^2] of its
     inputs, [K], experts together; and the tokens that were measured on.
     """
-    first: list[Sequence[int]] = []
-    enough = FEW_TOKENS if isinstance(fmt, Tcq) else TOKENS
-    for sequence in text_ids:
-        if len(first) < 2 or sum(map(len, first)) < enough:
-            first.append(sequence)
-    walk = Walk(checkpoint, make_text(first, seed, held_out=2), threads)
+    longest = max(map(len, text_ids), default=1)
+    text = make_text(text_ids, seed, held_out=max(2, len(text_ids) * longest / JUDGED))
+    walk = Walk(checkpoint, text, threads)
     collector = _Importance()
     walk.layers(range(walk.spec.num_layers), collector)
     importance = {name: stats.importance for name, stats in collector.stats.items()}
@@ -295,11 +290,12 @@ def measure_units(
     kld: dict[str, float] = {}
     for layer in range(walk.spec.num_layers):
         before.take(judge.state)
-        for name, unit in units.items():
-            if name.partition(".")[0] != str(layer):
-                continue
-            if kept.get(name, float) is None:
-                judge.layer(layer, None, _quantise_unit(walk, layer, unit, fmt, threads, seed))
+        own = {name: unit for name, unit in units.items() if name.partition(".")[0] == str(layer)}
+        left = {name: unit for name, unit in own.items() if kept.get(name, float) is None}
+        made = _quantised(walk, layer, left.values(), fmt, threads, seed) if left else {}
+        for name, unit in own.items():
+            if name in left:
+                judge.layer(layer, None, {tensor.name: made[tensor.name] for tensor in unit})
                 judge.advance()
                 judge.layers(range(layer + 1, walk.spec.num_layers))
                 kept.add(name, _divergence(judge, reference))
@@ -311,21 +307,27 @@ def measure_units(
     return kld, importance, int(walk.text.held.sum())
 
 
-def _quantise_unit(
-    walk: Walk, layer: int, unit: Sequence[PlannedTensor], fmt: Format, threads: int, seed: int
+def _quantised(
+    walk: Walk,
+    layer: int,
+    units: Iterable[Sequence[PlannedTensor]],
+    fmt: Format,
+    threads: int,
+    seed: int,
 ) -> dict[str, QuantTensor]:
-    """Quantise a unit's tensors as calibration would, with the tokens that fit."""
-    tensors = {
+    """Quantise a layer's units as calibration would, with the tokens that fit."""
+    tensors = [tensor for unit in units for tensor in unit]
+    made = {
         t.name: round_tensor(walk.tensor(t.name), fmt, t.clip, threads)
-        for t in unit
+        for t in tensors
         if t.method == "rtn"
     }
-    fitted = {t.name: replace(t, format=fmt) for t in unit if t.method != "rtn"}
+    fitted = {t.name: replace(t, format=fmt) for t in tensors if t.method != "rtn"}
     if fitted:
         job = LayerJob(walk, fitted, threads, seed)
         walk.layer(layer, job)
-        tensors |= job.finish()
-    return tensors
+        made |= job.finish()
+    return made
 
 
 def candidate_errors(
@@ -338,6 +340,7 @@ def candidate_errors(
 ) -> list[float]:
     """Return a unit's weighted squared error in each format, on sampled rows."""
     totals = np.zeros(len(candidates))
+    most = _TURNED_ROWS if candidates[0].turned else _SAMPLED_ROWS
     for tensor in unit:
         rng = np.random.default_rng([seed, crc32(tensor.name.encode())])
         stored, h = checkpoint.tensor(tensor.name), importance[tensor.name]
@@ -345,10 +348,10 @@ def candidate_errors(
         if len(tensor.shape) == 3:
             for expert in rng.permutation(tensor.shape[0])[:_SAMPLED_EXPERTS].tolist():
                 matrix = look_up(stored, expert)
-                rows = rng.permutation(len(matrix))[: _SAMPLED_ROWS // _SAMPLED_EXPERTS]
+                rows = rng.permutation(len(matrix))[: most // _SAMPLED_EXPERTS]
                 matrices.append(matrix[np.sort(rows)])
         else:
-            rows = np.sort(rng.permutation(tensor.shape[0])[:_SAMPLED_ROWS])
+            rows = np.sort(rng.permutation(tensor.shape[0])[:most])
             matrices.append(look_up(stored, rows))
         sampled = sum(len(matrix) for matrix in matrices)
         scale = tensor.params / tensor.shape[-1] / sampled

@@ -68,7 +68,9 @@ class Text(NamedTuple):
         yield slice(start, start + sum(lengths)), tuple(lengths)
 
 
-def make_text(sequences: Sequence[Sequence[int]], seed: int = 0, held_out: int = _HELD_OUT) -> Text:
+def make_text(
+    sequences: Sequence[Sequence[int]], seed: int = 0, held_out: float = _HELD_OUT
+) -> Text:
     """Lay sequences out; hold out one in `held_out` (at least one). Raises UsageError."""
     lengths = tuple(len(sequence) for sequence in sequences)
     if len(lengths) < 2 or min(lengths) < 1:
