@@ -231,6 +231,30 @@ def test_guesses_obey_a_constraint(sampling: str) -> None:
         assert speculator.counts.accepted > 30
 
 
+def test_what_ends_a_text_is_not_taken_to_be_undone() -> None:
+    class Ended(Even):
+        def undo(self, count: int) -> None:
+            """Take some back, as llguidance cannot what ended its text."""
+            assert stop not in self.taken[len(self.taken) - count :]
+            super().undo(count)
+
+    with session_of("llama", 1) as session:
+        (truth,) = texts_of(session, SAMPLINGS["greedy"], [Even()], PROMPTS[:1])
+    made = truth[len(PROMPTS[0]) :]
+    stop = next(token for place, token in enumerate(made) if place > 15 and token not in made[:15])
+    with session_of("llama", 1, speculate="suffix") as session:
+        rows = session.executor.plan.rows
+        for seed in range(5):
+            speculator = Speculator(lambda _, seed=seed: Oracle([truth], seed), rows)
+            speculator.costs = Free(rows)
+            session.scheduler.forwards.speculator = speculator
+            generated = session.generate(
+                PROMPTS[:1], NEW, None, frozenset({stop}), constraints=[Ended()]
+            )
+            assert [token.id for token in generated] == made[: made.index(stop) + 1]
+            assert speculator.counts.accepted > 3
+
+
 def test_passes_count_while_drafts_pause_also_beside_a_prompt() -> None:
     with session_of("llama", 2, speculate="auto") as session:
         speculator = session.scheduler.forwards.speculator

@@ -173,7 +173,8 @@ class Request(Cached):
             constraint.fill(masks[0])
             written = 1
             for node, token in enumerate(self.draft.tokens):
-                if not allows(masks[node], token):
+                # What ends the text is not taken: llguidance could not take it back.
+                if token in self.stop or not allows(masks[node], token):
                     break
                 constraint.take(token)
                 if constraint.is_over:
