@@ -121,9 +121,14 @@ def test_allocating_a_trained_model(tmp_path, monkeypatch):
         assert unit["candidates"]["int4_asym_g32_f16"]["harm"] == unit["kld_alone"]
     file = tmp_path / "kept.jsonl"
     edited = Kept(file, {})
-    edited.add(record["units"][0]["unit"], "much")  # no harm: it is measured again
+    key = f"{record['units'][0]['unit']} int4_asym_g32_f16"
+    edited.add(key, "much")  # no harm: it is measured again
     again = allocate(checkpoint, plan, text, target_bpw=7.5, kept=Kept(file, {}))
     assert again == (result, record) and len(file.read_text().splitlines()) == 6
+    more = allocate(checkpoint, plan, text, target_bpw=8.5, kept=Kept(file, {}))[1]["units"]
+    pairs = zip(more, record["units"], strict=True)
+    assert all(each["kld_alone"] < own["kld_alone"] for each, own in pairs)
+    assert len(file.read_text().splitlines()) == 10  # nothing is taken from another format
     monkeypatch.setattr("clocher_runtime.quantize.alloc._quantised", None)  # nothing is measured
     known = Kept(tmp_path / "kept.jsonl", {})
     assert allocate(checkpoint, plan, text, target_bpw=7.5, kept=known) == again

@@ -291,16 +291,17 @@ def measure_units(
     for layer in range(walk.spec.num_layers):
         before.take(judge.state)
         own = {name: unit for name, unit in units.items() if name.partition(".")[0] == str(layer)}
-        left = {name: unit for name, unit in own.items() if kept.get(name, float) is None}
+        keys = {name: f"{name} {fmt.name}" for name in own}  # other targets measure in others
+        left = {name: unit for name, unit in own.items() if kept.get(keys[name], float) is None}
         made = _quantised(walk, layer, left.values(), fmt, threads, seed) if left else {}
         for name, unit in own.items():
             if name in left:
                 judge.layer(layer, None, {tensor.name: made[tensor.name] for tensor in unit})
                 judge.advance()
                 judge.layers(range(layer + 1, walk.spec.num_layers))
-                kept.add(name, _divergence(judge, reference))
+                kept.add(keys[name], _divergence(judge, reference))
                 judge.state.take(before)
-            kld[name] = kept.get(name, float)
+            kld[name] = kept.get(keys[name], float)
             progress(f"allocating: {name}", len(kld), len(units))
         walk.layers([layer])
         judge.layers([layer])
