@@ -16,7 +16,7 @@ from clocher_runtime.command.completions import Completions, Measured, run_line
 from clocher_runtime.command.console import Console, Line, quiet_keys
 from clocher_runtime.command.loading import load_engine
 from clocher_runtime.config.commands import RunConfig
-from clocher_runtime.engine.arguments import sampling_note
+from clocher_runtime.engine.arguments import REPEATED, sampling_note
 from clocher_runtime.engine.probes import WorkTouch, rss_peak_mib
 from clocher_runtime.engine.requests import Token
 from clocher_runtime.engine.timing import Reservoir, StepTotals, TimedWindow
@@ -37,8 +37,6 @@ if TYPE_CHECKING:
 
 _PIPE_WAIT_S, _ECHOED_CHARS = 5, 2000
 _STORY = "Once upon a time"
-_REPEATED = "repeated"
-"""Salt of prompts that are read more than once: no answer is drafted from the one before."""
 _MODEL_SUFFIXES = (".safetensors", ".bin", ".json", ".gguf", ".jinja")
 
 
@@ -107,7 +105,7 @@ def _run(source: PromptSource, batch: int, completions: Completions) -> Line:
         if config.warmup:
             prompts = map(prepare, source.peek(config.batch))
             ids = next((prompt.ids for prompt in prompts if prompt.error is None), None)
-            warm = partial(session.generate, stop_ids=frozenset(), salt=_REPEATED)
+            warm = partial(session.generate, stop_ids=frozenset(), salt=REPEATED)
             for _ in warm([ids], config.warmup) if ids else ():
                 pass
         ahead, overlap = prefetch_depth(config.prefetch, batch)
@@ -180,7 +178,7 @@ def measure(
                     window,
                     touch if touch.bytes_per_token else None,
                     logits=traced and first,
-                    salt=_REPEATED if config.rounds > 1 else "",
+                    salt=REPEATED if config.rounds > 1 else "",
                 )
                 for token in _named(generated, usable) if usable else ():
                     ids = made[token.sequence]

@@ -97,6 +97,8 @@ _NUMBERS = {
 }
 _TOKEN = integer(0, inf)
 AT_LEAST_ONE = integer(1, inf)
+REPEATED = "repeated"
+"""Salt of prompts that are read more than once: no answer is drafted from the one before."""
 
 
 @dataclass(frozen=True, slots=True)

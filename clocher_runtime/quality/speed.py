@@ -11,6 +11,7 @@ import numpy as np
 
 from clocher_kernels.errors import UsageError
 from clocher_runtime.config.engine import EngineConfig
+from clocher_runtime.engine.arguments import REPEATED
 from clocher_runtime.engine.backends import BACK_ENDS
 from clocher_runtime.engine.load import Model
 from clocher_runtime.engine.session import Session
@@ -22,9 +23,6 @@ _CHECKED = 8
 
 _BESIDE = 37
 """Tokens of the sequence beside a repeated case; odd, so that steps begin elsewhere."""
-
-_ALONE = "alone"
-"""Salt of what is timed: no answer is drafted from the round before."""
 
 _LEAST_STEP = 16
 """Least average prompt tokens of a step while others decode; see `Scheduler`."""
@@ -169,7 +167,7 @@ class Runner:
         budget = case.longest - case.before
         made: list[list[int]] = [[] for _ in prompts]
         seen = full = 0
-        stream = self.session.generate(prompts, budget, None, frozenset(), window, salt=_ALONE)
+        stream = self.session.generate(prompts, budget, None, frozenset(), window, salt=REPEATED)
         with closing(stream):
             for token in stream:
                 made[token.sequence].append(token.id)
@@ -186,7 +184,7 @@ class Runner:
         self, prompts: Sequence[list[int]], tokens: int, window: TimedWindow | None = None
     ) -> list[int]:
         """Return what follows the last prompt."""
-        stream = self.session.generate(prompts, tokens, None, frozenset(), window, salt=_ALONE)
+        stream = self.session.generate(prompts, tokens, None, frozenset(), window, salt=REPEATED)
         return [token.id for token in stream if token.sequence == len(prompts) - 1]
 
     def _ids(self, case: Case, index: int) -> list[int]:
