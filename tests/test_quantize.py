@@ -154,6 +154,23 @@ def test_interrupted_between_manifest_and_model_it_goes_on(
     assert any(tensor["method"] == "gptq" for tensor in tensors), "the default with a text"
 
 
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--bits", 3), "2 become tcq4 by gptq, 42 become tcq3"),
+        (("--bits", 4.1), "44 become tcq4"),
+        (("--format", "tcq4"), "44 become tcq4"),
+        (("--bits", 4.9), "2 become tcq5 by gptq, 42 become tcq4"),
+    ],
+)
+def test_embeddings_and_head_get_four_bits_or_as_many(
+    flags: tuple[str, object], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calibrated = ("--calib-text", VALID, "--samples", 4, "--seq-len", 64)
+    assert run(quantize, LLAMA, tmp_path / "out", "--dry-run", *flags, *calibrated) == 0
+    assert said in " ".join(capsys.readouterr().err.split())
+
+
 def test_a_gguf_file_reads_texts_with_its_own_vocabulary(
     two_layers: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
