@@ -129,7 +129,7 @@ def test_allocating_a_trained_model(tmp_path, monkeypatch):
     pairs = zip(more, record["units"], strict=True)
     assert all(each["kld_alone"] < own["kld_alone"] for each, own in pairs)
     assert len(file.read_text().splitlines()) == 10  # nothing is taken from another format
-    monkeypatch.setattr("clocher_runtime.quantize.alloc._quantised", None)  # nothing is measured
+    monkeypatch.setattr("clocher_runtime.quantize.harm._quantised", None)  # nothing is measured
     known = Kept(tmp_path / "kept.jsonl", {})
     assert allocate(checkpoint, plan, text, target_bpw=7.5, kept=known) == again
     formats = {

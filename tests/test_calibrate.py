@@ -21,14 +21,8 @@ from clocher_runtime.convert.q4_entries import PlaneFile, part_of, plane_hashes
 from clocher_runtime.convert.q4_map import parse_q4_map
 from clocher_runtime.engine.load import load_model
 from clocher_runtime.quantize.calibrate import calibrate
-from clocher_runtime.quantize.capture import (
-    ExpertInputs,
-    Hidden,
-    Observer,
-    RowStore,
-    Walk,
-    make_text,
-)
+from clocher_runtime.quantize.calibration_text import make_text
+from clocher_runtime.quantize.capture import ExpertInputs, Hidden, Observer, RowStore, Walk
 from clocher_runtime.quantize.job import CalibrationText, Job, run_job
 from clocher_runtime.quantize.plan import QuantPlan
 

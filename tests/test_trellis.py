@@ -22,7 +22,8 @@ from clocher_runtime.convert.rounding import look_up, round_tensor, row_pieces
 from clocher_runtime.disk.kept import Kept
 from clocher_runtime.quantize import calibrate
 from clocher_runtime.quantize.alloc import TRELLISES, allocate
-from clocher_runtime.quantize.capture import Walk, make_text
+from clocher_runtime.quantize.calibration_text import make_text
+from clocher_runtime.quantize.capture import Walk
 from clocher_runtime.quantize.gptq import DAMP, InputStats, make_inputs, solve_matrix
 from clocher_runtime.subcommands.quantize import quantize
 

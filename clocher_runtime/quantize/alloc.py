@@ -1,34 +1,21 @@
-"""Choose the formats of a plan so that a target size does least harm, by measured divergence.
+"""Choose the formats of a plan so that a target size does least harm to the model.
 
-Units (query, key and value; gate and up; down; experts) are decided one by one. The harm of a
-candidate is the KL divergence with this unit alone quantised to the largest candidate that all
-could have, times its weighted error relative to that: at two bits some units break, which says
-nothing of three. The upgrade that saves most harm per byte comes first.
-
-Source: exllamav3's `measure`; llama.cpp's target-bpw proposal (pull request 15550).
+Units (query, key and value; gate and up; down; experts) are decided one by one; `harm` says what
+each costs in a format. The upgrade that saves most harm per byte comes first.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
-from zlib import crc32
-
-import numpy as np
 
 from clocher_kernels.errors import UsageError, counted
 from clocher_kernels.formats import Format, Int4, Int8, Tcq
-from clocher_kernels.formats.base import turn
 from clocher_kernels.formats.tcq import LEVELS
-from clocher_kernels.quant_tensor import QuantTensor, encode
 from clocher_runtime.checkpoints.checkpoint import Checkpoint
-from clocher_runtime.convert import imx, trellis
-from clocher_runtime.convert.rounding import look_up, round_tensor
 from clocher_runtime.disk.kept import Kept
-from clocher_runtime.quality.compare import score_window
 from clocher_runtime.quality.evaluate import Progress
-from clocher_runtime.quantize.calibrate import LayerJob
-from clocher_runtime.quantize.capture import ExpertInputs, Observer, RowStore, Walk, make_text
-from clocher_runtime.quantize.gptq import InputStats
+from clocher_runtime.quantize.calibrate import Counts
+from clocher_runtime.quantize.harm import Units, harms_of
 from clocher_runtime.quantize.plan import PlannedTensor, QuantPlan
 
 CANDIDATES: tuple[Format, ...] = (
@@ -43,20 +30,12 @@ TRELLISES: tuple[Format, ...] = tuple(map(Tcq, LEVELS))
 LEAST_FRACTION = 2.25
 """Bits per weight from which trellises may be mixed."""
 
-JUDGED = 1024
-"""Calibration tokens measured on, at most half of them; the others fit."""
-_SAMPLED_ROWS, _TURNED_ROWS = 256, 32
-"""Rows whose error is measured; once rotated, all have much the same."""
-_SAMPLED_EXPERTS = 4
 _KINDS = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv"),
     **dict.fromkeys(("gate_proj", "up_proj", "gate_up_proj"), "gate_up"),
     "o_proj": "o",
     "down_proj": "down",
 }
-
-Units = Mapping[str, Sequence[PlannedTensor]]
-"""Layer and part, "3.qkv" -> the tensors that get the same format."""
 
 
 class Option(NamedTuple):
@@ -146,6 +125,7 @@ def allocate(
     *,
     target_bpw: float,
     kept: Kept,
+    counts: Counts = dict,
     threads: int = 1,
     seed: int = 0,
     progress: Progress = lambda *_: None,
@@ -153,19 +133,17 @@ def allocate(
     """Choose formats for the linears of the blocks to meet a size; other tensors keep theirs.
 
     `target_bpw`: bits per weight of all tensors of the plan, scales included. `kept` has the
-    harm of units that an interrupted run measured. Returns the new plan and a record: target, size,
-    price, and each unit's harms.
+    harm of units that an interrupted run measured. Returns the new plan and a record of all that.
     """
     room = room_of(plan, target_bpw)
     units, candidates, sizes = room.units, room.candidates, room.sizes
-    kld, importance, tokens = measure_units(
-        checkpoint, units, candidates[room.base], text_ids, kept, threads, seed, progress
+    harms = harms_of(
+        checkpoint, units, candidates, room.base, text_ids, kept, counts, threads, seed, progress
     )
-    options = []
-    for (name, unit), row in zip(units.items(), sizes, strict=True):
-        error = candidate_errors(checkpoint, unit, candidates, importance, seed, threads)
-        harms = [kld[name] * e / max(error[room.base], 1e-30) for e in error]
-        options.append([Option(*each) for each in zip(candidates, row, harms, strict=True)])
+    options = [
+        [Option(*each) for each in zip(candidates, row, harms.of[name], strict=True)]
+        for name, row in zip(units, sizes, strict=True)
+    ]
     taken, price = choose(options, room.budget)
     chosen = [row[place].format for row, place in zip(options, taken, strict=True)]
     result = plan.with_formats(
@@ -180,8 +158,8 @@ def allocate(
         "target_bpw": target_bpw,
         "bpw": result.size["quantised_bpw"],
         "largest_bpw": 8 * (room.most + room.fixed) / room.params,
-        "signal": "kld",
-        "tokens": tokens,
+        "signal": harms.signal,
+        "tokens": harms.tokens,
         "price": price,
         "units": [
             {
@@ -189,7 +167,7 @@ def allocate(
                 "tensors": [tensor.name for tensor in unit],
                 "params": sum(tensor.params for tensor in unit),
                 "format": fmt.name,
-                "kld_alone": kld[name],
+                "kld_alone": harms.of[name][room.base],
                 "candidates": {o.format.name: {"nbytes": o.nbytes, "harm": o.harm} for o in row},
             }
             for (name, unit), row, fmt in zip(units.items(), options, chosen, strict=True)
@@ -228,7 +206,7 @@ def allocation_table(record: Mapping[str, Any]) -> list[str]:
     """Return table lines for people: every unit's harm and format."""
     lines = [
         f"target {record['target_bpw']:g} bits per weight, reached {record['bpw']:.4f}; "
-        f"harm: {record['signal']} measured on {record['tokens']} tokens",
+        f"harm: {record['signal']} of {record['tokens']} tokens",
         f"{'unit':28} {'Mparams':>9} {'KLD alone':>10} {'KLD now':>10}  format",
     ]
     for unit in record["units"]:
@@ -248,152 +226,3 @@ def unit_of(name: str) -> str | None:
     last = rest.removesuffix(".weight").rpartition(".")[2]
     kind = _KINDS.get(last)
     return f"{prefix}.{kind}" if kind else None
-
-
-def measure_units(
-    checkpoint: Checkpoint,
-    units: Units,
-    fmt: Format,
-    text_ids: Sequence[Sequence[int]],
-    kept: Kept,
-    threads: int,
-    seed: int,
-    progress: Progress,
-) -> tuple[dict[str, float], dict[str, np.ndarray], int]:
-    """Measure each unit's harm alone in a format, on sequences that it was not fitted to.
-
-    Returns by unit the mean KL divergence in nats with it quantised; by matrix E[x^2] of its
-    inputs, [K], experts together; and the tokens that were measured on.
-    """
-    longest = max(map(len, text_ids), default=1)
-    text = make_text(text_ids, seed, held_out=max(2, len(text_ids) * longest / JUDGED))
-    walk = Walk(checkpoint, text, threads)
-    collector = _Importance()
-    walk.layers(range(walk.spec.num_layers), collector)
-    importance = {name: stats.importance for name, stats in collector.stats.items()}
-    missing = [t.name for unit in units.values() for t in unit if t.name not in importance]
-    if missing:
-        raise UsageError(
-            f"tensor {missing[0]!r} cannot be measured: the {walk.spec.family} model does not "
-            "multiply by it; leave it out of the plan"
-        )
-    # What measures goes through all layers for each unit, what fits only through its own.
-    judge = Walk(checkpoint, walk.text.judged(), threads)
-    judge.layers(range(walk.spec.num_layers))
-    reference = judge.store(walk.spec.vocab_size)
-    for rows, logits in judge.logits():
-        reference[rows] = logits
-        reference.release()
-    before = judge.store()
-    walk.restart()
-    judge.restart()
-    kld: dict[str, float] = {}
-    for layer in range(walk.spec.num_layers):
-        before.take(judge.state)
-        own = {name: unit for name, unit in units.items() if name.partition(".")[0] == str(layer)}
-        keys = {name: f"{name} {fmt.name}" for name in own}  # other targets measure in others
-        left = {name: unit for name, unit in own.items() if kept.get(keys[name], float) is None}
-        made = _quantised(walk, layer, left.values(), fmt, threads, seed) if left else {}
-        for name, unit in own.items():
-            if name in left:
-                judge.layer(layer, None, {tensor.name: made[tensor.name] for tensor in unit})
-                judge.advance()
-                judge.layers(range(layer + 1, walk.spec.num_layers))
-                kept.add(keys[name], _divergence(judge, reference))
-                judge.state.take(before)
-            kld[name] = kept.get(keys[name], float)
-            progress(f"allocating: {name}", len(kld), len(units))
-        walk.layers([layer])
-        judge.layers([layer])
-    return kld, importance, int(walk.text.held.sum())
-
-
-def _quantised(
-    walk: Walk,
-    layer: int,
-    units: Iterable[Sequence[PlannedTensor]],
-    fmt: Format,
-    threads: int,
-    seed: int,
-) -> dict[str, QuantTensor]:
-    """Quantise a layer's units as calibration would, with the tokens that fit."""
-    tensors = [tensor for unit in units for tensor in unit]
-    made = {
-        t.name: round_tensor(walk.tensor(t.name), fmt, t.clip, threads)
-        for t in tensors
-        if t.method == "rtn"
-    }
-    fitted = {t.name: replace(t, format=fmt) for t in tensors if t.method != "rtn"}
-    if fitted:
-        job = LayerJob(walk, fitted, threads, seed)
-        walk.layer(layer, job)
-        made |= job.finish()
-    return made
-
-
-def candidate_errors(
-    checkpoint: Checkpoint,
-    unit: Sequence[PlannedTensor],
-    candidates: Sequence[Format],
-    importance: Mapping[str, np.ndarray],
-    seed: int = 0,
-    threads: int = 1,
-) -> list[float]:
-    """Return a unit's weighted squared error in each format, on sampled rows."""
-    totals = np.zeros(len(candidates))
-    most = _TURNED_ROWS if candidates[0].turned else _SAMPLED_ROWS
-    for tensor in unit:
-        rng = np.random.default_rng([seed, crc32(tensor.name.encode())])
-        stored, h = checkpoint.tensor(tensor.name), importance[tensor.name]
-        matrices: list[np.ndarray] = []
-        if len(tensor.shape) == 3:
-            for expert in rng.permutation(tensor.shape[0])[:_SAMPLED_EXPERTS].tolist():
-                matrix = look_up(stored, expert)
-                rows = rng.permutation(len(matrix))[: most // _SAMPLED_EXPERTS]
-                matrices.append(matrix[np.sort(rows)])
-        else:
-            rows = np.sort(rng.permutation(tensor.shape[0])[:most])
-            matrices.append(look_up(stored, rows))
-        sampled = sum(len(matrix) for matrix in matrices)
-        scale = tensor.params / tensor.shape[-1] / sampled
-        for number, fmt in enumerate(candidates):
-            for values in matrices:
-                if isinstance(fmt, Tcq):
-                    made = trellis.search(turn(values, fmt.turned), fmt, threads=threads)
-                elif tensor.method == "rtn":
-                    made = encode(values, fmt)
-                else:
-                    made = imx.search(values, fmt, h, threads=threads)
-                wrong = values - made.decode()
-                energy = np.einsum("ij,ij->j", wrong, wrong, dtype=np.float64) @ h
-                totals[number] += scale * float(energy)
-        checkpoint.release()
-    return [float(total) for total in totals]
-
-
-def _divergence(walk: Walk, reference: RowStore) -> float:
-    """Return the mean KL divergence of the tokens from the reference's logits."""
-    total = 0.0
-    for rows, logits in walk.logits():
-        ids = [0] * (1 + len(logits))  # the true tokens do not matter
-        total += float(score_window(reference[rows], logits, ids).kld.sum())
-        reference.release()
-    return total / len(walk.text.ids)
-
-
-class _Importance(Observer):
-    def __init__(self) -> None:
-        self.stats: dict[str, InputStats] = {}
-
-    def linear(self, weights: tuple[str, ...], x: np.ndarray, rows: slice) -> None:
-        for name in weights:
-            self._add(name, x, None)
-
-    def expert(
-        self, weights: tuple[str, str], expert: int, inputs: ExpertInputs, rows: np.ndarray
-    ) -> None:
-        self._add(weights[1], *inputs[1:])
-
-    def _add(self, name: str, x: np.ndarray, weights: np.ndarray | None) -> None:
-        stats = self.stats.setdefault(name, InputStats(x.shape[1]))
-        stats.add(x, np.zeros(len(x), bool), weights)

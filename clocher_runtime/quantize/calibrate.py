@@ -18,7 +18,8 @@ from clocher_runtime.convert.q4_entries import PlaneFile, part_of
 from clocher_runtime.convert.rounding import look_up, row_part, whole_steps
 from clocher_runtime.models.inventory import layer_name
 from clocher_runtime.quality.evaluate import Progress
-from clocher_runtime.quantize.capture import ExpertInputs, Hidden, Observer, Walk, make_text
+from clocher_runtime.quantize.calibration_text import make_text
+from clocher_runtime.quantize.capture import ExpertInputs, Hidden, Observer, Walk
 from clocher_runtime.quantize.gptq import (
     HELD_ROWS,
     MIN_HELD,
@@ -36,6 +37,9 @@ POOL_ROWS = 2048
 
 _BLOCK_ELEMENTS = 1 << 25
 
+Counts = Callable[[], Mapping[str, np.ndarray]]
+"""Returns what `Walk.counts` becomes; it takes minutes, so it is called only if needed."""
+
 
 class LayerJob(Observer):
     """Observes a layer and quantises its wanted tensors, with `records` of each."""
@@ -45,7 +49,7 @@ class LayerJob(Observer):
     ) -> None:
         self.records: dict[str, dict[str, Any]] = {}
         self._walk, self._wanted, self._threads = walk, wanted, threads
-        self._stats: dict[str, InputStats] = {}
+        self.stats: dict[str, InputStats] = {}
         self._planes: dict[str, dict[str, np.ndarray]] = {}
         self._outcomes: dict[str, list[Outcome]] = {}
         self._tokens: dict[str, list[int]] = {}
@@ -58,12 +62,18 @@ class LayerJob(Observer):
         self._pool = np.sort(np.concatenate([fit, judge]))
 
     def linear(self, weights: tuple[str, ...], x: np.ndarray, rows: slice) -> None:
-        """Sum the inputs of linears that share them."""
+        """Sum the inputs of linears that share them, of each if tokens count differently."""
         mine = [name for name in weights if name in self._wanted]
-        if mine and mine[0] not in self._stats:
-            self._stats |= dict.fromkeys(mine, self._new_stats(x.shape[1], *mine))
-        if mine:
-            self._stats[mine[0]].add(x, self._walk.text.held[rows])
+        counts, held = self._walk.counts, self._walk.text.held[rows]
+        alike = [name for name in mine if name not in counts]
+        for names in ([alike] if alike else []) + [[name] for name in mine if name in counts]:
+            if names[0] not in self.stats:
+                self.stats |= dict.fromkeys(names, self._new_stats(x.shape[1], *names))
+            if (count := counts.get(names[0])) is None:
+                self.stats[names[0]].add(x, held)
+            else:
+                mean = max(float(count.mean()), 1e-30)
+                self.stats[names[0]].add(x, held, np.sqrt(count[rows] / mean))
 
     def expert(
         self, weights: tuple[str, str], expert: int, inputs: ExpertInputs, rows: np.ndarray
@@ -86,7 +96,7 @@ class LayerJob(Observer):
             own = self._own.pop(name, None)
             if own is None:
                 own = self._new_stats(self._wanted[name].shape[2], name)
-            pooled = self._stats[up] if name == up else self._pooled(down, own, hidden)
+            pooled = self.stats[up] if name == up else self._pooled(down, own, hidden)
             turned = self._wanted[name].format.turned
             inputs = make_inputs(own, pooled, hessian=self._needs_hessian(name), turned=turned)
             self._solve(name, expert, inputs)
@@ -99,7 +109,7 @@ class LayerJob(Observer):
         dense: dict[tuple[InputStats | None, int], list[str]] = {}
         for name, tensor in self._wanted.items():
             if name not in self._planes:
-                dense.setdefault((self._stats.get(name), tensor.format.turned), []).append(name)
+                dense.setdefault((self.stats.get(name), tensor.format.turned), []).append(name)
         for (stats, turned), names in dense.items():
             if stats:
                 hessian = self._needs_hessian(*names)
@@ -184,6 +194,7 @@ def calibrate(
     text_ids: Sequence[Sequence[int]],
     *,
     planes: PlaneFile,
+    counts: Counts = dict,
     threads: int = 1,
     seed: int = 0,
     progress: Progress = lambda *_: None,
@@ -202,6 +213,7 @@ def calibrate(
         if name not in planes.records:
             left.setdefault(part_of(name), {})[name] = tensor
     walk = Walk(checkpoint, make_text(text_ids, seed), threads)
+    walk.counts = counts() if left else {}
     known = {name for i in range(walk.spec.num_layers) for name in walk.matrices(i)}
     known |= {name for name in wanted if part_of(name) == "rest"}
     if strange := sorted(set(wanted) - known):

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -28,64 +28,22 @@ from clocher_runtime.convert.rounding import look_up
 from clocher_runtime.engine.backends import make_executor
 from clocher_runtime.engine.load import Weights, describe, destined, vector
 from clocher_runtime.models.build import PAGE_CELLS, Sizes, build_plan, lay_out
+from clocher_runtime.quantize.calibration_text import Text
 
 CHUNK_TOKENS = 2048
 """Tokens per chunk; longer sequences are a chunk of their own."""
 
 _LOGITS = 1 << 26
-_HELD_OUT = 16
+_READ = ("x", "times", "q", "k", "v", "slots", "positions")
 
 Buffers = Mapping[str, np.ndarray]
 
 ExpertInputs = tuple[np.ndarray, np.ndarray, np.ndarray]
 """Inputs x [m, K] and gated [m, I] of an expert's matmuls, and weights of its outputs [m]."""
+Tape = list[tuple[Call, Buffers]]
+"""Calls in order, and copies of what their parameters of `_READ` were before them."""
 Hidden = Callable[[np.ndarray], np.ndarray]
 """Tokens [m] of a layer -> an expert's gated hidden layer [m, I]."""
-
-
-class Text(NamedTuple):
-    """Concatenated token sequences."""
-
-    ids: np.ndarray  # all tokens, [T] i32
-    lengths: tuple[int, ...]  # tokens of each sequence
-    held: np.ndarray  # whether a token's sequence is held out from fitting, [T] bool
-
-    def judged(self) -> "Text":
-        """Return the sequences that are held out."""
-        starts = np.cumsum((0, *self.lengths[:-1]))
-        lengths = tuple(n for n, at in zip(self.lengths, starts, strict=True) if self.held[at])
-        return Text(self.ids[self.held], lengths, self.held[self.held])
-
-    def chunks(self, limit: int) -> Iterator[tuple[slice, tuple[int, ...]]]:
-        """Yield runs of whole sequences of at most `limit` tokens: (tokens, lengths)."""
-        start = 0
-        lengths: list[int] = []
-        for length in self.lengths:
-            if lengths and sum(lengths) + length > limit:
-                yield slice(start, start + sum(lengths)), tuple(lengths)
-                start, lengths = start + sum(lengths), []
-            lengths.append(length)
-        yield slice(start, start + sum(lengths)), tuple(lengths)
-
-
-def make_text(
-    sequences: Sequence[Sequence[int]], seed: int = 0, held_out: float = _HELD_OUT
-) -> Text:
-    """Lay sequences out; hold out one in `held_out` (at least one). Raises UsageError."""
-    lengths = tuple(len(sequence) for sequence in sequences)
-    if len(lengths) < 2 or min(lengths) < 1:
-        raise UsageError(
-            f"{len(lengths)} calibration sequences of {min(lengths, default=0)} or more tokens; "
-            "expected at least 2, none empty: one is held out to judge the others' fit"
-        )
-    count = max(1, round(len(lengths) / held_out))
-    chosen = np.zeros(len(lengths), bool)
-    chosen[np.random.default_rng(seed).choice(len(lengths), count, replace=False)] = True
-    return Text(
-        np.concatenate([np.asarray(sequence, np.int32) for sequence in sequences]),
-        lengths,
-        np.repeat(chosen, lengths),
-    )
 
 
 class RowStore:
@@ -174,6 +132,8 @@ class Walk:
         self.state, self._next = self.store(), self.store()
         self._expert_inputs = self.store() if self.spec.moe else None
         self._overlay: Mapping[str, QuantTensor] = {}
+        # Matrix -> how much each token counts, [T]; see `gradients`. Without it all count alike.
+        self.counts: Mapping[str, np.ndarray] = {}
         self.restart()
 
     def store(self, columns: int = 0) -> RowStore:
@@ -250,6 +210,36 @@ class Walk:
         for rows, buffers in self._after(before):
             observer.linear((head.args["w"],), buffers[_source(head)], rows)
 
+    def calls(self) -> list[Call]:
+        """Return the calls of all layers, and of the head."""
+        return [call for part in (*self._layers, self._head) for call in part]
+
+    def replay(self, layer: int | None, state: RowStore) -> Iterator[tuple[slice, Tape, Buffers]]:
+        """Compute a layer, or the head, of hidden states some tokens at a time.
+
+        Yields the tokens, the calls with what they read, and all buffers after them.
+        """
+        calls = self._head if layer is None else self._layers[layer]
+        given = self._chunks() if layer is not None else ((rows, {}) for rows in self._rows())
+        with closing(self._bind(self.plan, calls)) as executor:
+            for rows, inputs in given:
+                tape: Tape = []
+
+                def note(call: Call, buffers: Buffers, tape: Tape = tape) -> None:
+                    there = {p: call.args[p] for p in _READ if call.args.get(p) in buffers}
+                    tape.append((call, {p: buffers[name].copy() for p, name in there.items()}))
+
+                buffers = _run(executor, {**inputs, calls[0].args["x"]: state[rows]}, note)
+                yield rows, tape, buffers
+                state.release()
+        self.checkpoint.release()
+
+    def vector(self, name: str) -> np.ndarray:
+        """Return a vector or a rotary table by its name in the Plan."""
+        found = self.plan.consts[name] if name in self.plan.consts else self._weight(name)
+        assert isinstance(found, np.ndarray)
+        return found
+
     def tensor(self, name: str) -> QuantTensor:
         """Return a matrix: replaced, ternarised or as stored."""
         if tensor := self._overlay.get(name):
@@ -277,9 +267,13 @@ class Walk:
     def _after(self, calls: Sequence[Call]) -> Iterator[tuple[slice, Buffers]]:
         """Run calls on the state, some rows at a time."""
         with closing(self._bind(self.plan, calls)) as executor:
-            for start in range(0, len(self.text.ids), self.plan.rows):
-                rows = slice(start, min(start + self.plan.rows, len(self.text.ids)))
+            for rows in self._rows():
                 yield rows, _run(executor, {calls[0].args["x"]: self.state[rows]})
+
+    def _rows(self) -> Iterator[slice]:
+        """Yield as many rows at a time as have logits."""
+        for start in range(0, len(self.text.ids), self.plan.rows):
+            yield slice(start, min(start + self.plan.rows, len(self.text.ids)))
 
     def _bind(self, plan: Plan, calls: Sequence[Call], weights: Weights | None = None) -> Executor:
         """Bind some calls of a Plan, by default with the weights of their names."""

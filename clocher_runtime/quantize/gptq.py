@@ -64,21 +64,42 @@ def factorise(
         return None
     order = np.argsort(-diagonal, kind="stable") if order is None else order
     backwards = order[::-1]
-    work = hessian[np.ix_(backwards, backwards)].astype(np.float64)
+    found = _cholesky(hessian[np.ix_(backwards, backwards)].astype(np.float64))
+    if found is None:
+        return None
+    lower, damp = found
+    _invert_lower(lower)
+    return Factor(order, np.ascontiguousarray(lower[::-1, ::-1], dtype), damp)
+
+
+def uncompensated(hessian: np.ndarray, turned: int = 0) -> float:
+    """Return tr(D) of a damped Hessian [K, K] = L D L^T: what GPTQ leaves of errors of variance 1.
+
+    `turned`: columns of a rotation before it; see `make_inputs`. The trace if it has no factor.
+    """
+    matrix = _turned(hessian, turned) if turned else hessian
+    found = _cholesky(matrix.astype(np.float64))
+    return float(np.square(np.diagonal(found[0])).sum() if found else np.trace(matrix))
+
+
+def _cholesky(work: np.ndarray) -> tuple[np.ndarray, float] | None:
+    """Return the lower factor of a matrix in fp64, damped as needed, and the relative damping."""
     flat = work.reshape(-1)[:: len(work) + 1]
     base = flat.copy()
     for factor in _LADDER:
-        np.add(base, DAMP * factor * mean, out=flat)
+        np.add(base, DAMP * factor * base.mean(), out=flat)
         try:
             lower = np.linalg.cholesky(work)
         except np.linalg.LinAlgError:
             continue
-        if not np.isfinite(lower[-1, -1]):
-            continue
-        del work, flat
-        _invert_lower(lower)
-        return Factor(order, np.ascontiguousarray(lower[::-1, ::-1], dtype), DAMP * factor)
+        if np.isfinite(lower[-1, -1]):
+            return lower, DAMP * factor
     return None
+
+
+def _turned(hessian: np.ndarray, columns: int) -> np.ndarray:
+    """Rotate both sides of a Hessian [K, K]."""
+    return turn(np.ascontiguousarray(turn(hessian, columns).T), columns)
 
 
 def _invert_lower(matrix: np.ndarray) -> None:
@@ -206,7 +227,7 @@ def make_inputs(
         matrix = shrink(matrix, stats.tokens, pooled.hessian)
     if not turned:
         return Inputs(source.importance, held, factorise(matrix))
-    matrix = turn(np.ascontiguousarray(turn(matrix, turned).T), turned)
+    matrix = _turned(matrix, turned)
     importance = np.diagonal(matrix).astype(np.float64)
     factor = factorise(matrix, order=trellis.order_of(importance))
     return Inputs(importance, turn(held, turned), factor)

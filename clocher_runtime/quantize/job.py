@@ -3,7 +3,7 @@
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,6 +28,8 @@ from clocher_runtime.quality.gate import Check, Verdict, tensor_checks, worst
 from clocher_runtime.quality.tensor_error import measure
 from clocher_runtime.quantize.alloc import allocate, at_most
 from clocher_runtime.quantize.calibrate import calibrate
+from clocher_runtime.quantize.calibration_text import make_text
+from clocher_runtime.quantize.gradients import token_weights
 from clocher_runtime.quantize.plan import (
     Done,
     QuantPlan,
@@ -40,6 +42,11 @@ from clocher_runtime.quantize.plan import (
 
 MANIFEST = "q4_manifest.json"
 """Records, beside an IEBIN, what `clocher quantize` did to each tensor, and how good it is."""
+
+ALIKE = (
+    "every token of the calibration text counts alike: gradients, which say how much each does, "
+    "need a model without experts, sinks and caps of attention"
+)
 
 
 class CalibrationText(NamedTuple):
@@ -124,16 +131,25 @@ def run_job(
         sections["calibration"] = dict(job.calibration.record)
     text = job.calibration.sequences if job.calibration else ()
     allocation: Mapping[str, Any] = {}
+    corrects = any(tensor.method == "gptq" for tensor in plan.tensors.values())
+
+    @cache
+    def counts() -> Mapping[str, np.ndarray]:
+        found = token_weights(checkpoint, make_text(text), **settings) if corrects else {}
+        if corrects and not found:
+            note(ALIKE)
+        return found
+
     measured = job.out.with_name(f"{job.out.stem}.allocation.jsonl")
     if job.target_bpw is not None:
         kept = Kept(measured, _fingerprint(job, plan, source))
         plan, allocation = allocate(
-            checkpoint, plan, text, target_bpw=job.target_bpw, kept=kept, **settings
+            checkpoint, plan, text, target_bpw=job.target_bpw, kept=kept, counts=counts, **settings
         )
         sections["allocation"] = allocation
     with PlaneFile(job.out, _fingerprint(job, plan, source)) as planes:
         if plan.calibrated:
-            calibrate(checkpoint, plan, text, planes=planes, note=note, **settings)
+            calibrate(checkpoint, plan, text, planes=planes, counts=counts, note=note, **settings)
         file = planes.finish()
         done = tuple(_quantise(job, plan, planes, tell))
     rules = job.rules.document["rules"]
