@@ -8,10 +8,11 @@ import torch
 from calibration import make_plan, sequences
 from random_models import make
 from torch.nn.functional import cross_entropy
-from weight_files import LLAMA
+from weight_files import GPTOSS, LLAMA, write_first_layers
 
 from clocher_runtime.checkpoints import open_checkpoint
-from clocher_runtime.quantize import gradients
+from clocher_runtime.convert.q4_map import parse_q4_map
+from clocher_runtime.quantize import gradients, job
 from clocher_runtime.quantize.calibrate import LayerJob
 from clocher_runtime.quantize.calibration_text import make_text
 from clocher_runtime.quantize.capture import Walk
@@ -102,3 +103,30 @@ def test_gptq_spares_the_tokens_that_count() -> None:
     (before, other), (after, more) = errors
     assert after < 0.9 * before
     assert more > other
+
+
+@pytest.mark.parametrize(("model", "signal"), [(LLAMA, "gradients"), (GPTOSS, "kld")])
+def test_a_job_takes_the_gradients_once_or_says_that_there_are_none(
+    model: Path, signal: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = open_checkpoint(write_first_layers(model, tmp_path / "model", 1))
+    rule = {"pattern": ".*_proj.weight", "dtype": "int4", "group": 128, "method": "gptq"}
+    rules = parse_q4_map({"version": 1, "rules": [rule]}, tmp_path / "rules.json")
+    record = {"name": "t", "nbytes": 1, "sha256": "0" * 64, "sequences": 4, "seq_len": 64} | {
+        "tokens": 256, "tokens_sha256": "0" * 64, "bos": False, "seed": 0
+    }  # fmt: skip
+    text = job.CalibrationText(tuple(map(tuple, sequences(checkpoint, 4, 64))), record)
+    asked = job.Job(checkpoint, tmp_path / "q4.json", rules, calibration=text, target_bpw=5)
+    taken, said = [], list[str]()
+
+    def noted(*given, **more):
+        taken.append(gradients.token_weights(*given, **more))
+        return taken[-1]
+
+    monkeypatch.setattr(job, "token_weights", noted)
+    outcome = job.run_job(asked, asked.plan(), note=said.append)
+    assert len(taken) == 1
+    assert bool(taken[0]) == (signal == "gradients")
+    assert (job.ALIKE in said) == (signal == "kld")
+    assert outcome.allocation["signal"] == signal
+    assert all(unit["kld_alone"] > 0 for unit in outcome.allocation["units"])

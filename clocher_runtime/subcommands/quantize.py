@@ -168,6 +168,7 @@ def quantize(
     from clocher_runtime.convert.to_iebin import Conversion, open_source
     from clocher_runtime.disk.output_file import check_free
     from clocher_runtime.quality.gate import verdict_code
+    from clocher_runtime.quantize.gradients import PART_TOKENS
 
     source = locate(model_dir, "MODEL")
     _refuse(source, out_dir, force)
@@ -177,8 +178,10 @@ def quantize(
     check_free(out_dir / MANIFEST, nbytes)
     console.disk(job.checkpoint.path, out_dir, nbytes)
     if job.calibration:
-        states = sum(map(len, job.calibration.sequences)) * job.checkpoint.config["hidden_size"]
-        console.note(f"needs {size(12 * states)} for temporary files (TMPDIR)")
+        config, tokens = job.checkpoint.config, sum(map(len, job.calibration.sequences))
+        kept = min(tokens, PART_TOKENS) * (config.get("num_hidden_layers", 0) + 3)
+        states = 4 * config["hidden_size"] * (3 * tokens + kept)
+        console.note(f"needs {size(states)} for temporary files (TMPDIR)")
     if options["dry_run"]:
         return ExitCode.OK
     outcome = quantised(console, job, plan)
