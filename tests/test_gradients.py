@@ -1,5 +1,6 @@
 """How much tokens count: gradients equal torch's, by the same draws; GPTQ spares tokens that do."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -129,4 +130,7 @@ def test_a_job_takes_the_gradients_once_or_says_that_there_are_none(
     assert bool(taken[0]) == (signal == "gradients")
     assert (job.ALIKE in said) == (signal == "kld")
     assert outcome.allocation["signal"] == signal
+    plain = replace(asked, out=tmp_path / "plain.json", target_bpw=None)
+    job.run_job(plain, plain.plan())
+    assert len(taken) == 1, "where no format is chosen there are none"
     assert all(unit["kld_alone"] > 0 for unit in outcome.allocation["units"])

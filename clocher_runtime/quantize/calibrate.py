@@ -213,7 +213,8 @@ def calibrate(
         if name not in planes.records:
             left.setdefault(part_of(name), {})[name] = tensor
     walk = Walk(checkpoint, make_text(text_ids, seed), threads)
-    walk.counts = counts() if left else {}
+    # Square roots: of thousands of tokens some would outweigh all others, by what one draw says.
+    walk.counts = {name: np.sqrt(count) for name, count in counts().items()} if left else {}
     known = {name for i in range(walk.spec.num_layers) for name in walk.matrices(i)}
     known |= {name for name in wanted if part_of(name) == "rest"}
     if strange := sorted(set(wanted) - known):

@@ -132,11 +132,12 @@ def run_job(
     text = job.calibration.sequences if job.calibration else ()
     allocation: Mapping[str, Any] = {}
     corrects = any(tensor.method == "gptq" for tensor in plan.tensors.values())
+    useful = corrects and job.target_bpw is not None  # they take longer than GPTQ
 
     @cache
     def counts() -> Mapping[str, np.ndarray]:
-        found = token_weights(checkpoint, make_text(text), **settings) if corrects else {}
-        if corrects and not found:
+        found = token_weights(checkpoint, make_text(text), **settings) if useful else {}
+        if useful and not found:
             note(ALIKE)
         return found
 
