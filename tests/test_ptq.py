@@ -416,12 +416,13 @@ def test_what_a_function_may_not_give(value: object) -> None:
 
 def stand_in(
     checkpoint: Any, plan: QuantPlan, text_ids: Sequence[Sequence[int]], *, planes: PlaneFile,
-    threads: int, seed: int, progress: Any, note: Any,
+    counts: Any, threads: int, seed: int, progress: Any, note: Any,
 ) -> None:  # fmt: skip
     """Do what `calibrate` does with the files, by rounding to the best scale."""
     names = sorted(plan.calibrated, key=part_of)
     planes.resume({n: (plan.tensors[n].format, plan.tensors[n].shape) for n in names})
     assert callable(note)
+    assert counts() == {}, "no format is chosen"
     record = {"method": "imx", "tokens_seen": [len(text_ids)], "err":
               {"out_nmse": 0.5, "out_nmse_rtn": 0.6}}  # fmt: skip
     for number, name in enumerate(names):

@@ -74,11 +74,11 @@ def harms_of(
     """
     rest = threads, seed, progress
     if found := counts():
-        signal, longest = "gradients", sum(map(len, text_ids))
+        signal, tokens = "gradients", sum(map(len, text_ids))
         importance = predict(checkpoint, units, candidates[0].turned, text_ids, found, *rest)
     else:
         signal = "kld"
-        kld, importance, longest = measure_units(
+        kld, importance, tokens = measure_units(
             checkpoint, units, candidates[base], text_ids, kept, *rest
         )
     of = {}
@@ -87,7 +87,7 @@ def harms_of(
         if not found:
             errors = [kld[name] * error / max(errors[base], 1e-30) for error in errors]
         of[name] = errors
-    return Harms(signal, longest, of)
+    return Harms(signal, tokens, of)
 
 
 def predict(
