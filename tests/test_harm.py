@@ -16,22 +16,26 @@ from clocher_runtime.quantize.gradients import token_weights
 RULE = {"pattern": r".*layers\..*_proj.*", "dtype": "tcq3", "method": "gptq"}
 
 
-def test_what_is_predicted_is_near_what_is_measured(monkeypatch) -> None:
+def test_what_is_predicted_is_near_what_is_measured(tmp_path, monkeypatch) -> None:
     checkpoint = open_checkpoint(LLAMA)
     text = sequences(checkpoint, 24, 128)
     room = room_of(make_plan(checkpoint, RULE), 3.4)
     found = token_weights(checkpoint, make_text(text), 2)
-    given = checkpoint, room.units, TRELLISES, room.base, text, Kept(None, {})
+    file = tmp_path / "kept.jsonl"
+    given = checkpoint, room.units, TRELLISES, room.base, text
     settings = 2, 0, lambda *_: None
-    measured = harm.harms_of(*given, dict, *settings)
+    measured = harm.harms_of(*given, Kept(None, {}), dict, *settings)
     monkeypatch.setattr(harm, "measure_units", None)
-    predicted = harm.harms_of(*given, lambda: found, *settings)
+    predicted = harm.harms_of(*given, Kept(file, {}), lambda: found, *settings)
     assert (measured.signal, predicted.signal) == ("kld", "gradients")
     pairs = [(measured.of[unit][room.base], predicted.of[unit][room.base]) for unit in room.units]
     ratios = np.log([a / b for a, b in pairs])
     assert abs(np.median(ratios)) < np.log(2)
     assert np.std(ratios) < 0.7
     assert np.corrcoef(np.log(pairs).T)[0, 1] > 0.8
+    monkeypatch.setattr(harm, "predict", None)
+    again = harm.harms_of(*given, Kept(file, {}), None, *settings)  # nor are gradients taken
+    assert again == predicted
 
 
 def test_what_gptq_leaves_is_the_trace_of_the_diagonal_factor() -> None:

@@ -133,7 +133,8 @@ def allocate(
     """Choose formats for the linears of the blocks to meet a size; other tensors keep theirs.
 
     `target_bpw`: bits per weight of all tensors of the plan, scales included. `kept` has the
-    harm of units that an interrupted run measured. Returns the new plan and a record of all that.
+    harms of units that an earlier run found. Returns the new plan and a record: target, size,
+    price, and each unit's harms.
     """
     room = room_of(plan, target_bpw)
     units, candidates, sizes = room.units, room.candidates, room.sizes
