@@ -22,7 +22,7 @@ from clocher_kernels.ops.elementwise import activate
 from clocher_kernels.plan import Call
 from clocher_kernels.quant_tensor import QuantTensor
 from clocher_runtime.checkpoints.checkpoint import Checkpoint
-from clocher_runtime.convert.rounding import look_up
+from clocher_runtime.convert.rounding import row_pieces
 from clocher_runtime.quality.evaluate import Progress
 from clocher_runtime.quantize.calibration_text import Text
 from clocher_runtime.quantize.capture import Buffers, Tape, Walk
@@ -143,11 +143,11 @@ def _active(kind: str, sums: np.ndarray, cap: float) -> np.ndarray:
 
 def _blocks(matrix: QuantTensor) -> Iterator[tuple[slice, np.ndarray]]:
     """Yield some rows of a matrix [N, K] at a time, decoded."""
-    count, columns = matrix.shape
-    step = max(1, _BLOCK_ELEMENTS // columns)
-    for start in range(0, count, step):
-        rows = slice(start, min(start + step, count))
-        yield rows, look_up(matrix, rows)
+    start = 0
+    for (piece,) in row_pieces(matrix, elements=_BLOCK_ELEMENTS):
+        stop = start + piece.shape[0]
+        yield slice(start, stop), piece.decode()
+        start = stop
 
 
 def _rms_norm(walk: Walk, call: Call, seen: Buffers, grads: Grads) -> None:
