@@ -153,7 +153,7 @@ def solve(values: np.ndarray, grid: QuantTensor, factor: Factor) -> QuantTensor:
 
 
 class InputStats:
-    """Statistics of inputs x_t, weighted by p_t (the router's weight, else 1)."""
+    """Statistics of inputs x_t, weighted by p_t: that of a router, or a token's; else 1."""
 
     def __init__(self, columns: int, *, hessian: bool = False) -> None:
         self.tokens = 0
