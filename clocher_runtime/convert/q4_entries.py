@@ -6,10 +6,12 @@ of each tensor, so that a killed job resumes after the last one.
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from clocher_kernels.errors import FormatError, ModelNotFound
 from clocher_kernels.formats import Format, parse_format
@@ -17,7 +19,14 @@ from clocher_kernels.quant_tensor import QuantTensor
 from clocher_runtime.checkpoints.iebin import PlaneWriter, tensors_of
 from clocher_runtime.disk import plane_index
 from clocher_runtime.disk.files import MappedFile, sha256_of
-from clocher_runtime.disk.plane_index import ALIGNMENT, Region, Shape, check_hashes, checked_hash
+from clocher_runtime.disk.plane_index import (
+    ALIGNMENT,
+    Region,
+    Shape,
+    aligned,
+    check_hashes,
+    checked_hash,
+)
 from clocher_runtime.disk.strict_json import checked_name, checked_shape, fields, prefixed
 
 METHODS = ("rtn", "imx", "gptq")
@@ -95,7 +104,7 @@ class PlaneFile(PlaneWriter):
     def __init__(self, manifest: Path, job: str) -> None:
         """Open it over what a run of the same job has left. Raises UsageError, OSError."""
         self.manifest, self.path = manifest, planes_path(manifest)
-        self._tensors: dict[str, QuantTensor] = {}
+        self.tensors: dict[str, QuantTensor] = {}  # of the finished file, as views
         super().__init__({"planes": self.path}, job, in_place=True)
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
@@ -109,17 +118,21 @@ class PlaneFile(PlaneWriter):
         if not self.entries:
             return None
         self._file = MappedFile(self.path)
-        self._tensors = tensors_of(self.entries, {"planes": self._file})
+        self.tensors = tensors_of(self.entries, {"planes": self._file})
         return Planes(self.path.name, facts.nbytes, facts.sha256)
+
+    def put_anew(self, name: str, key: str, plane: np.ndarray) -> None:
+        """Write a plane of a tensor behind all others; the one before counts no more."""
+        at = [entry.name for entry in self.entries].index(name)
+        region = Region("planes", aligned(self.nbytes), plane.nbytes)
+        hashes = {**self.entries[at].hashes, key: self.put(region, plane)}
+        regions = {**self.entries[at].regions, key: region}
+        self.entries[at] = replace(self.entries[at], regions=regions, hashes=hashes)
 
     def release(self) -> None:
         """Let the kernel drop the resident pages."""
-        if self._tensors:
+        if self.tensors:
             self._file.release()
-
-    def tensor(self, name: str) -> QuantTensor:
-        """Return a tensor of the finished file, as views."""
-        return self._tensors[name]
 
     def offsets(self, name: str) -> dict[str, int]:
         """Return the offsets of a tensor's planes, {} for one that is not in the file."""

@@ -46,8 +46,8 @@ _CHOICES: dict[str, tuple[object, ...]] = {
 }
 _OPTIONAL = {"group": int, **dict.fromkeys(("zero", "scale", "scale_dtype", "clip", "method"), str)}
 _SECTIONS: dict[str, type] = {
-    **dict.fromkeys(("tool", "source", "options", "calibration", "allocation", "gate"), dict),
-    **dict.fromkeys(("size", "planes"), dict),
+    **dict.fromkeys(("tool", "source", "options", "calibration", "allocation", "tuning"), dict),
+    **dict.fromkeys(("gate", "size", "planes"), dict),
     **dict.fromkeys(("tensors", "kept", "gates"), list),
     "requantize": bool,
 }

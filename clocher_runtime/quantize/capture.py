@@ -54,17 +54,17 @@ class RowStore:
         with tempfile.TemporaryFile() as file:
             os.posix_fallocate(file.fileno(), 0, nbytes)
             self._map = mmap.mmap(file.fileno(), nbytes)
-        self._array = np.frombuffer(self._map, np.float32).reshape(rows, columns)
+        self.array = np.frombuffer(self._map, np.float32).reshape(rows, columns)
 
     def __getitem__(self, rows: slice | np.ndarray) -> np.ndarray:
-        return self._array[rows].copy()
+        return self.array[rows].copy()
 
     def __setitem__(self, rows: slice | np.ndarray, values: np.ndarray) -> None:
-        self._array[rows] = values
+        self.array[rows] = values
 
     def take(self, other: "RowStore") -> None:
         """Become a copy of another store of the same shape."""
-        self._array[:] = other._array
+        self.array[:] = other.array
         self.release()
         other.release()
 

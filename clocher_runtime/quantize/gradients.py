@@ -13,7 +13,7 @@ again, and the derivatives of its calls are taken in reverse.
 Source: SqueezeLLM (arXiv 2306.07629), section 4.1; YAQA (arXiv 2505.22988), section 3.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 
 import numpy as np
@@ -35,6 +35,9 @@ _STEP = np.float32(2**-8)
 
 Grads = dict[str, np.ndarray]
 """Buffer -> gradient by what it holds, [m, F] fp32."""
+Note = Callable[[Call, np.ndarray, np.ndarray], None]
+"""Takes a linear or a norm, its inputs, those of a norm normalised, and the gradient by them times
+its weights: before bias and activation."""
 
 
 def token_weights(
@@ -53,8 +56,13 @@ def token_weights(
     found: dict[str, list[np.ndarray]] = {}
     for number, (rows, lengths) in enumerate(parts):
         walk = Walk(checkpoint, Text(text.ids[rows], lengths, text.held[rows]), threads)
-        if not all(map(_has_derivative, walk.calls())):
+        if not has_derivative(walk):
             return {}
+
+        def note(call: Call, x: np.ndarray, slope: np.ndarray) -> None:
+            if call.op == "linear":
+                found.setdefault(call.args["w"], []).append(np.einsum("ij,ij->i", slope, slope))
+
         layers, before = walk.spec.num_layers, []
         for layer in range(layers):
             before.append(walk.store())
@@ -63,10 +71,10 @@ def token_weights(
         slopes = walk.store()
         for place, tape, buffers in walk.replay(None, walk.state):
             grads = {"logits": _drawn(buffers["logits"], rng)}
-            slopes[place] = _backwards(walk, tape, grads, found)["last"]
+            slopes[place] = backwards(walk, tape, grads, note)["last"]
         for layer in reversed(range(layers)):
             for place, tape, _ in walk.replay(layer, before.pop()):
-                slopes[place] = _backwards(walk, tape, {"h": slopes[place]}, found)["h"]
+                slopes[place] = backwards(walk, tape, {"h": slopes[place]}, note)["h"]
                 slopes.release()
             progress("calibrating: gradients", (number + 1) * layers - layer, len(parts) * layers)
     return {name: np.concatenate(each) for name, each in found.items()}
@@ -86,15 +94,20 @@ def _drawn(logits: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     return logits
 
 
-def _backwards(walk: Walk, tape: Tape, grads: Grads, found: dict[str, list[np.ndarray]]) -> Grads:
-    """Take the derivatives of calls in reverse; add |g|^2 of each matrix's output to `found`."""
+def has_derivative(walk: Walk) -> bool:
+    """Return whether all calls of a model have one here."""
+    return all(map(_has_derivative, walk.calls()))
+
+
+def backwards(walk: Walk, tape: Tape, grads: Grads, note: Note) -> Grads:
+    """Take the derivatives of calls in reverse, showing those by weights."""
     for number in reversed(range(len(tape))):
         call, seen = tape[number]
         args = call.args
         if call.op == "linear":
-            found.setdefault(args["w"], []).append(_linear(walk, call, seen, grads))
+            _linear(walk, call, seen, grads, note)
         elif call.op == "rms_norm":
-            _rms_norm(walk, call, seen, grads)
+            _rms_norm(walk, call, seen, grads, note)
         elif call.op == "rope":
             cos, sin = (walk.vector(args[name])[seen["positions"]] for name in ("cos", "sin"))
             grads[args["x"]] = _turned_back(grads[args["x"]], cos, sin, int(call.attrs["head"]))
@@ -116,15 +129,14 @@ def _add(grads: Grads, name: str, values: np.ndarray) -> None:
     grads[name] = grads[name] + values if name in grads else values
 
 
-def _linear(walk: Walk, call: Call, seen: Buffers, grads: Grads) -> np.ndarray:
-    """Return |g|^2 of each token, g that by the products before bias and activation, [m]."""
+def _linear(walk: Walk, call: Call, seen: Buffers, grads: Grads, note: Note) -> None:
     args, matrix = call.args, walk.tensor(call.args["w"])
     slope = grads.pop(args["y"])
     if "residual" in args:
         _add(grads, args["residual"], slope)
     kind, cap = str(call.attrs.get("activation", "none")), float(call.attrs.get("cap", 1.0))
     if kind != "none" or "times" in args:
-        sums = np.concatenate([seen["x"] @ each.T for _, each in _blocks(matrix)], axis=1)
+        sums = np.concatenate([seen["x"] @ each.T for _, each in decoded_blocks(matrix)], axis=1)
         if "bias" in args:
             sums += walk.vector(args["bias"])
         here, ahead = (_active(kind, sums + step, cap) for step in (np.float32(0), _STEP))
@@ -132,16 +144,16 @@ def _linear(walk: Walk, call: Call, seen: Buffers, grads: Grads) -> np.ndarray:
             _add(grads, args["times"], slope * here)
             slope = slope * seen["times"]
         slope = slope * ((ahead - here) / _STEP)
-    for rows, each in _blocks(matrix):
+    for rows, each in decoded_blocks(matrix):
         _add(grads, args["x"], slope[:, rows] @ each)
-    return np.asarray(np.einsum("ij,ij->i", slope, slope))
+    note(call, seen["x"], slope)
 
 
 def _active(kind: str, sums: np.ndarray, cap: float) -> np.ndarray:
     return sums if kind == "none" else activate(kind, sums, cap).astype(np.float32)
 
 
-def _blocks(matrix: QuantTensor) -> Iterator[tuple[slice, np.ndarray]]:
+def decoded_blocks(matrix: QuantTensor) -> Iterator[tuple[slice, np.ndarray]]:
     """Yield some rows of a matrix [N, K] at a time, decoded."""
     start = 0
     for (piece,) in row_pieces(matrix, elements=_BLOCK_ELEMENTS):
@@ -150,14 +162,16 @@ def _blocks(matrix: QuantTensor) -> Iterator[tuple[slice, np.ndarray]]:
         start = stop
 
 
-def _rms_norm(walk: Walk, call: Call, seen: Buffers, grads: Grads) -> None:
+def _rms_norm(walk: Walk, call: Call, seen: Buffers, grads: Grads, note: Note) -> None:
     args, weight = call.args, walk.vector(call.args["weight"])
     slope = grads.pop(args["y"])
     if "residual" in args:
         _add(grads, args["residual"], slope)
     x = seen["x"].reshape(len(slope), -1, len(weight))
     inverse = 1 / np.sqrt(np.square(x).mean(axis=-1, keepdims=True) + np.float32(call.attrs["eps"]))
-    normal, slopes = x * inverse, slope.reshape(x.shape) * weight
+    normal, slopes = x * inverse, slope.reshape(x.shape)
+    note(call, normal, slopes)
+    slopes = slopes * weight
     along = (normal * slopes).mean(axis=-1, keepdims=True)
     _add(grads, args["x"], (inverse * (slopes - normal * along)).reshape(slope.shape))
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from clocher_kernels.errors import UsageError
-from clocher_kernels.formats import Int4, Int8
+from clocher_kernels.formats import Int4, Int8, Tcq
 from clocher_kernels.quant_tensor import QuantTensor
 from clocher_runtime.checkpoints.checkpoint import JSON_NAME, Checkpoint, lazy_tensor
 from clocher_runtime.config.engine import WEIGHTS_ALONE
@@ -39,6 +39,7 @@ from clocher_runtime.quantize.plan import (
     result_of,
     tool,
 )
+from clocher_runtime.quantize.tuning import tune
 
 MANIFEST = "q4_manifest.json"
 """Records, beside an IEBIN, what `clocher quantize` did to each tensor, and how good it is."""
@@ -47,6 +48,10 @@ ALIKE = (
     "every token of the calibration text counts alike: gradients, which say how much each does, "
     "need a model without experts, sinks and caps of attention"
 )
+
+
+_TUNED_BITS = 4.0
+"""Bits of a quantised weight from which tuning gained nothing."""
 
 
 class CalibrationText(NamedTuple):
@@ -152,6 +157,15 @@ def run_job(
         if plan.calibrated:
             calibrate(checkpoint, plan, text, planes=planes, counts=counts, note=note, **settings)
         file = planes.finish()
+        if is_tuned(plan) and (found := tune(checkpoint, planes.tensors, text, **settings)):
+            sections["tuning"] = {"kld_before": found.before, "kld_after": found.after}
+            note(
+                f"KL divergence of sequences held out: {found.before:.4f}, tuned {found.after:.4f}"
+            )
+            if found.after < found.before:
+                for name, rows in found.rows.items():
+                    planes.put_anew(name, "rows", rows)
+                file = planes.finish()
         done = tuple(_quantise(job, plan, planes, tell))
     rules = job.rules.document["rules"]
     evaluation: Evaluation | None = None
@@ -171,6 +185,12 @@ def run_job(
     if verdict == "pass":
         measured.unlink(missing_ok=True)
     return Outcome(verdict, plan.size, path, done, evaluation, allocation, checks)
+
+
+def is_tuned(plan: QuantPlan) -> bool:
+    """Return whether factors of rows are tuned: of trellises of few bits that GPTQ corrected."""
+    made = (isinstance(t.format, Tcq) and t.method == "gptq" for t in plan.tensors.values())
+    return any(made) and bool(plan.size["quantised_bpw"] < _TUNED_BITS)
 
 
 def quantised_checkpoint(checkpoint: Checkpoint, q4_map: Q4Map, threads: int = 1) -> Checkpoint:
@@ -213,7 +233,7 @@ def _quantise(job: Job, plan: QuantPlan, planes: PlaneFile, tell: Progress) -> I
             with prefixed(f"tensor {name!r}"):
                 tensor = round_tensor(source, planned.format, planned.clip, job.threads)
         else:
-            tensor = planes.tensor(name)
+            tensor = planes.tensors[name]
         found = measure(name, source, tensor, record["method"])
         yield result_of(planned, tensor, found, record, planes.offsets(name))
         job.checkpoint.release()

@@ -169,6 +169,7 @@ def quantize(
     from clocher_runtime.disk.output_file import check_free
     from clocher_runtime.quality.gate import verdict_code
     from clocher_runtime.quantize.gradients import PART_TOKENS
+    from clocher_runtime.quantize.job import is_tuned
 
     source = locate(model_dir, "MODEL")
     _refuse(source, out_dir, force)
@@ -180,8 +181,9 @@ def quantize(
     if job.calibration:
         config, tokens = job.checkpoint.config, sum(map(len, job.calibration.sequences))
         kept = min(tokens, PART_TOKENS) * (config.get("num_hidden_layers", 0) + 3)
-        states = 4 * config["hidden_size"] * (3 * tokens + kept)
-        console.note(f"needs {size(states)} for temporary files (TMPDIR)")
+        states = config["hidden_size"] * (3 * tokens + kept)
+        decoded = is_tuned(plan) * sum(tensor.params for tensor in plan.tensors.values())
+        console.note(f"needs {size(4 * (states + decoded))} for temporary files (TMPDIR)")
     if options["dry_run"]:
         return ExitCode.OK
     outcome = quantised(console, job, plan)
