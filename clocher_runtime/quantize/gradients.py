@@ -191,7 +191,7 @@ def _attention(
 ) -> list[np.ndarray]:
     """Return gradients by queries, keys and values, a sequence and a head at a time."""
     scale, window, chunk = (call.attrs[name] for name in ("scale", "window", "chunk"))
-    given = seen["q"], stored["k"], stored["v"], slope
+    given = seen["q"] * np.float32(scale), stored["k"], stored["v"], slope
     made = [np.zeros_like(each) for each in given[:3]]
     ends = np.flatnonzero(np.diff(seen["slots"])) + 1
     for start, stop in pairwise([0, *ends, len(slope)]):
@@ -202,17 +202,21 @@ def _attention(
             shown &= behind < window
         if chunk:
             shown &= at[:, None] // chunk == at // chunk
+        hidden = np.where(shown, np.float32(0), np.float32(-np.inf))
         q, k, v, dy, dq, dk, dv = (
             each[start:stop].reshape(len(at), -1, dim) for each in (*given, *made)
         )
         for head in range(q.shape[1]):
             of = head * k.shape[1] // q.shape[1]
-            scores = np.where(shown, q[:, head] @ k[:, of].T * np.float32(scale), -np.inf)
-            p = np.exp(scores - scores.max(axis=1, keepdims=True))
+            p = q[:, head] @ k[:, of].T
+            p += hidden
+            p -= p.max(axis=1, keepdims=True)
+            np.exp(p, out=p)
             p /= p.sum(axis=1, keepdims=True)
-            dp = dy[:, head] @ v[:, of].T
-            ds = p * (dp - (p * dp).sum(axis=1, keepdims=True)) * np.float32(scale)
-            dq[:, head] = ds @ k[:, of]
+            ds = dy[:, head] @ v[:, of].T
+            ds -= np.einsum("ij,ij->i", p, ds)[:, None]
+            ds *= p
+            dq[:, head] = ds @ k[:, of] * np.float32(scale)
             dk[:, of] += ds.T @ q[:, head]
             dv[:, of] += p.T @ dy[:, head]
     return made

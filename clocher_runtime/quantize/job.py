@@ -159,10 +159,10 @@ def run_job(
         file = planes.finish()
         if is_tuned(plan) and (found := tune(checkpoint, planes.tensors, text, **settings)):
             sections["tuning"] = {"kld_before": found.before, "kld_after": found.after}
-            note(
-                f"KL divergence of sequences held out: {found.before:.4f}, tuned {found.after:.4f}"
-            )
-            if found.after < found.before:
+            better = found.after < found.before
+            said = "" if better else ", which is not taken"
+            note(f"divergence of held-out text: {found.before:.4f}, tuned {found.after:.4f}{said}")
+            if better:
                 for name, rows in found.rows.items():
                     planes.put_anew(name, "rows", rows)
                 file = planes.finish()
