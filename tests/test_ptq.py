@@ -576,7 +576,7 @@ def test_finished_planes_do_not_stay_in_memory(tmp_path: Path) -> None:
         return int(fields[2]) * os.sysconf("SC_PAGE_SIZE")
 
     before = resident()
-    assert file.tensor("w").planes["codes"].any()
+    assert file.tensors["w"].planes["codes"].any()
     assert resident() - before > 6 << 20  # of 8 MiB: the kernel counts in steps
     file.release()
     assert resident() - before < 2 << 20
