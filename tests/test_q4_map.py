@@ -422,7 +422,7 @@ def test_planes_are_written_found_again_and_checked(tmp_path: Path) -> None:
             file.add(name, tensor, records[name])
         listed = file.finish()
         offsets = {name: file.offsets(name) for name in tensors}
-        assert all(equal(file.tensor(name), tensor) for name, tensor in tensors.items())
+        assert all(equal(file.tensors[name], tensor) for name, tensor in tensors.items())
     assert resumed() == records
     assert listed and (listed.file, listed.nbytes) == (path.name, path.stat().st_size)
 
