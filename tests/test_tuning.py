@@ -42,7 +42,7 @@ def test_slopes_are_those_of_the_divergence() -> None:
         return tuning._divergence(*walks, note)
 
     found = {}
-    at = divergence(lambda call, x, slope: found.update({call.args.get("w", ""): (x, slope)}))
+    at = divergence(lambda call, x, slope: found.update({call.args["w"]: (x, slope)}))
     assert at > 0
     for name in (f"model.layers.{layer}.{part}.weight" for layer in (0, 1) for part in PARTS):
         x, slope = found[name]

@@ -36,8 +36,7 @@ _STEP = np.float32(2**-8)
 Grads = dict[str, np.ndarray]
 """Buffer -> gradient by what it holds, [m, F] fp32."""
 Note = Callable[[Call, np.ndarray, np.ndarray], None]
-"""Takes a linear or a norm, its inputs, those of a norm normalised, and the gradient by them times
-its weights: before bias and activation."""
+"""Takes a linear, its inputs, and the gradient by their products, before bias and activation."""
 
 
 def token_weights(
@@ -60,14 +59,15 @@ def token_weights(
             return {}
 
         def note(call: Call, x: np.ndarray, slope: np.ndarray) -> None:
-            if call.op == "linear":
-                found.setdefault(call.args["w"], []).append(np.einsum("ij,ij->i", slope, slope))
+            found.setdefault(call.args["w"], []).append(np.einsum("ij,ij->i", slope, slope))
 
         layers, before = walk.spec.num_layers, []
+        total = 2 * len(parts) * layers
         for layer in range(layers):
             before.append(walk.store())
             before[-1].take(walk.state)
             walk.layers([layer])
+            progress("calibrating: gradients", 2 * number * layers + layer + 1, total)
         slopes = walk.store()
         for place, tape, buffers in walk.replay(None, walk.state):
             grads = {"logits": _drawn(buffers["logits"], rng)}
@@ -76,7 +76,7 @@ def token_weights(
             for place, tape, _ in walk.replay(layer, before.pop()):
                 slopes[place] = backwards(walk, tape, {"h": slopes[place]}, note)["h"]
                 slopes.release()
-            progress("calibrating: gradients", (number + 1) * layers - layer, len(parts) * layers)
+            progress("calibrating: gradients", 2 * (number + 1) * layers - layer, total)
     return {name: np.concatenate(each) for name, each in found.items()}
 
 
@@ -100,14 +100,14 @@ def has_derivative(walk: Walk) -> bool:
 
 
 def backwards(walk: Walk, tape: Tape, grads: Grads, note: Note) -> Grads:
-    """Take the derivatives of calls in reverse, showing those by weights."""
+    """Take the derivatives of calls in reverse, noting those of linears."""
     for number in reversed(range(len(tape))):
         call, seen = tape[number]
         args = call.args
         if call.op == "linear":
             _linear(walk, call, seen, grads, note)
         elif call.op == "rms_norm":
-            _rms_norm(walk, call, seen, grads, note)
+            _rms_norm(walk, call, seen, grads)
         elif call.op == "rope":
             cos, sin = (walk.vector(args[name])[seen["positions"]] for name in ("cos", "sin"))
             grads[args["x"]] = _turned_back(grads[args["x"]], cos, sin, int(call.attrs["head"]))
@@ -162,16 +162,14 @@ def decoded_blocks(matrix: QuantTensor) -> Iterator[tuple[slice, np.ndarray]]:
         start = stop
 
 
-def _rms_norm(walk: Walk, call: Call, seen: Buffers, grads: Grads, note: Note) -> None:
+def _rms_norm(walk: Walk, call: Call, seen: Buffers, grads: Grads) -> None:
     args, weight = call.args, walk.vector(call.args["weight"])
     slope = grads.pop(args["y"])
     if "residual" in args:
         _add(grads, args["residual"], slope)
     x = seen["x"].reshape(len(slope), -1, len(weight))
     inverse = 1 / np.sqrt(np.square(x).mean(axis=-1, keepdims=True) + np.float32(call.attrs["eps"]))
-    normal, slopes = x * inverse, slope.reshape(x.shape)
-    note(call, normal, slopes)
-    slopes = slopes * weight
+    normal, slopes = x * inverse, slope.reshape(x.shape) * weight
     along = (normal * slopes).mean(axis=-1, keepdims=True)
     _add(grads, args["x"], (inverse * (slopes - normal * along)).reshape(slope.shape))
 

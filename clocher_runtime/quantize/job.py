@@ -49,7 +49,6 @@ ALIKE = (
     "need a model without experts, sinks and caps of attention"
 )
 
-
 _TUNED_BITS = 4.0
 """Bits of a quantised weight from which tuning gained nothing."""
 

@@ -28,6 +28,8 @@ from clocher_runtime.quantize.gradients import Note, backwards, decoded_blocks, 
 
 STEPS, _JUDGED = 24, 2
 """Sequences that it learns from, one a step, and that judge it."""
+_LENGTH = 512
+"""Tokens of a sequence, the others are left out: what its calls read takes memory."""
 RATE, _WARM = 1e-3, 4
 """Largest change of a factor in a step, reached after so many; it falls as a cosine."""
 _MEAN, _SQUARE = 0.9, 0.99
@@ -114,7 +116,7 @@ def tune(
         return found
 
     def note(call: Call, x: np.ndarray, slope: np.ndarray) -> None:
-        if matrix := own.get(call.args.get("w", "")):
+        if matrix := own.get(call.args["w"]):
             matrix.note(x, slope)
 
     before = [apart(part) for part in judged]
@@ -130,6 +132,7 @@ def tune(
 
 
 def _part(text: Text, start: int, stop: int) -> Text:
+    stop = min(stop, start + _LENGTH)
     return Text(text.ids[start:stop], (stop - start,), text.held[start:stop])
 
 
