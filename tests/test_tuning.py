@@ -70,6 +70,12 @@ def test_it_lowers_the_divergence_of_sequences_that_it_has_not_seen() -> None:
     assert all(np.array_equal(again.rows[name], rows) for name, rows in found.rows.items())
 
 
+def test_of_a_long_sequence_the_beginning_counts() -> None:
+    part = tuning._part(make_text([range(700), range(700)]), 700, 1400)
+    assert part.lengths == (512,)
+    assert part.ids.tolist() == list(range(512)) and len(part.held) == 512
+
+
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
 def test_models_without_derivatives_have_none(family: str, tmp_path: Path) -> None:
     make(family, 0, tmp_path / "model")

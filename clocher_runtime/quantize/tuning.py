@@ -54,16 +54,16 @@ class _Matrix:
             self._store.release()
         self.floats = QuantTensor(tensor.shape, Float("f32"), {"data": self._store.array})
         self._factors = np.ones(len(self._store.array), np.float32)
-        self.slopes, self._mean, self._square = (np.zeros_like(self._factors) for _ in range(3))
+        self._slopes, self._mean, self._square = (np.zeros_like(self._factors) for _ in range(3))
 
     def note(self, x: np.ndarray, slope: np.ndarray) -> None:
         """Take gradients by the factors from inputs [m, K] and gradients by outputs [m, N]."""
-        self.slopes = np.einsum("ij,ij->j", slope, x @ self._store.array.T) / self._factors
+        self._slopes = np.einsum("ij,ij->j", slope, x @ self._store.array.T) / self._factors
 
     def step(self, number: int, rate: float) -> None:
         """Move the factors against the slopes."""
-        self._mean += (1 - _MEAN) * (self.slopes - self._mean)
-        self._square += (1 - _SQUARE) * (self.slopes**2 - self._square)
+        self._mean += (1 - _MEAN) * (self._slopes - self._mean)
+        self._square += (1 - _SQUARE) * (self._slopes**2 - self._square)
         mean, square = self._mean / (1 - _MEAN**number), self._square / (1 - _SQUARE**number)
         self._become(self._factors - np.float32(rate) * mean / (np.sqrt(square) + 1e-12))
 
