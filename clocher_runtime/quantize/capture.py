@@ -47,7 +47,7 @@ Hidden = Callable[[np.ndarray], np.ndarray]
 
 
 class RowStore:
-    """An fp32 array [rows, columns] in an unnamed temporary file; `array` is it, items are copies."""
+    """An fp32 array [rows, columns] in an unnamed temporary file; items of it are copies."""
 
     def __init__(self, rows: int, columns: int) -> None:
         nbytes = max(1, rows * columns * 4)
