@@ -18,6 +18,7 @@ from clocher_runtime.command.console import Console, size
 from clocher_runtime.config.engine import NUMERICS, WEIGHTS_ALONE
 from clocher_runtime.convert import q4_map
 from clocher_runtime.convert.rounding import parse_clip
+from clocher_runtime.convert.tied import tied
 from clocher_runtime.disk.files import read_text
 from clocher_runtime.disk.output_file import write_file
 from clocher_runtime.disk.strict_json import finite
@@ -58,7 +59,9 @@ def planned(
     judging = ("gate_limits", *(field.name for field in fields(Limits)))
     if options["gate"] is None and (idle := [n for n in judging if options.get(n) is not None]):
         raise UsageError(f"--{idle[0].replace('_', '-')} judges a text: give --gate FILE, too")
-    checkpoint = opener()
+    given = opener()
+    # Own rules name the tensors of the file.
+    checkpoint = given if options["rules"] else tied(given)
     record = {
         key: value
         for key, value in sorted(options.items())
@@ -75,6 +78,7 @@ def planned(
         target_bpw=options["target_bpw"] or _fraction(options["bits"]),
         gate=_gate(checkpoint, options) if options["gate"] else None,
         min_cosine=options["cosine_threshold"],
+        given=None if checkpoint is given else given,
     )
     plan = job.plan()
     blocks = len(job.rules.rules) - 1  # the rule of the flags for the blocks

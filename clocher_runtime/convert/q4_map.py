@@ -50,6 +50,7 @@ _SECTIONS: dict[str, type] = {
     **dict.fromkeys(("gate", "size", "planes"), dict),
     **dict.fromkeys(("tensors", "kept", "gates"), list),
     "requantize": bool,
+    "tied": bool,
 }
 _ROUTER = re.compile(r"(.*\.)?(router|gate|shared_expert_gate)\.weight")
 _NORM = re.compile(r"(.*[._])?(layer)?norm\w*\.weight")
@@ -104,6 +105,7 @@ class Q4Map:
     rules: tuple[Rule, ...]  # in order; the first match decides
     document: Mapping[str, Any]  # its JSON for the record, its hash instead of `tensors`, `kept`
     requantize: bool = False  # whether tensors that are quantised already are quantised anew
+    tied: bool = False  # whether it is of a checkpoint whose head became its embeddings, too
     # What was done; None in a manifest of rules alone.
     entries: Mapping[str, q4_entries.Entry] | None = None
     kept: Mapping[str, str] = field(default_factory=dict)  # the other tensors, with the reason
@@ -245,7 +247,8 @@ def parse_q4_map(document: Mapping[str, Any], path: Path, sha256: str = "") -> Q
         long = ("tensors", "kept")
         document = {key: value for key, value in document.items() if key not in long}
         document["sha256"] = sha256
-    return Q4Map(path, built, document, requantize, entries, kept, planes)
+    tied = bool(document.get("tied"))
+    return Q4Map(path, built, document, requantize, tied, entries, kept, planes)
 
 
 def write_manifest(path: Path, document: Mapping[str, Any]) -> None:

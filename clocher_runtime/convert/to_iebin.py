@@ -17,6 +17,7 @@ from clocher_runtime.checkpoints.hf.checkpoint import open_hf
 from clocher_runtime.checkpoints.hf.torch_bin import open_torch_bin
 from clocher_runtime.checkpoints.locate import CONFIG, find_hf
 from clocher_runtime.convert.q4_map import load_q4_map
+from clocher_runtime.convert.tied import tied
 from clocher_runtime.disk.files import read_bytes
 from clocher_runtime.disk.output_file import PARTIAL, check_free, write_file
 from clocher_runtime.disk.strict_json import prefixed
@@ -141,7 +142,8 @@ class Conversion:
         refuse_hf_folder(out_dir)
         self.out_dir = out_dir
         self._q4_map = load_q4_map(q4_map) if q4_map else None
-        self.source = source = opener(hf_dir)
+        source = opener(hf_dir)
+        self.source = source = tied(source) if self._q4_map and self._q4_map.tied else source
         refuse_input(source, out_dir)
         chosen, notes = self._q4_map.choose(source.tensors) if self._q4_map else ({}, [])
         self.notes = (*source.notes, *notes)

@@ -73,7 +73,7 @@ class GateText(NamedTuple):
 class Job:
     """One quantisation."""
 
-    checkpoint: Checkpoint
+    checkpoint: Checkpoint  # with one matrix for embeddings and head, if they are that
     out: Path  # of the manifest
     rules: Q4Map  # what to do, without the expanded form
     options: Mapping[str, Any] = field(default_factory=dict)  # of the script, to be recorded
@@ -83,6 +83,7 @@ class Job:
     target_bpw: float | None = None  # bits per weight of the quantised tensors together
     gate: GateText | None = None
     min_cosine: float | None = None  # least cosine of every quantised tensor with the float one
+    given: Checkpoint | None = None  # as it is stored, if `checkpoint` is not
 
     def plan(self) -> QuantPlan:
         """Return the plan, from names and shapes alone. Raises UsageError."""
@@ -130,6 +131,8 @@ def run_job(
     sections: dict[str, Any] = {"tool": tool(), "source": source}
     if job.rules.requantize:
         sections["requantize"] = True
+    if job.given:
+        sections["tied"] = True
     sections["options"] = dict(job.options)
     if job.calibration:
         sections["calibration"] = dict(job.calibration.record)
@@ -210,7 +213,7 @@ def _judge(job: Job, gate: GateText, document: Mapping[str, Any], tell: Progress
     q4_map = parse_q4_map(document, job.out)
     quantised = quantised_checkpoint(job.checkpoint, q4_map, job.threads)
     return evaluate(
-        load_model(job.checkpoint),
+        load_model(job.given or job.checkpoint),
         load_model(quantised),
         gate.documents,
         config=replace(WEIGHTS_ALONE, threads=job.threads),
