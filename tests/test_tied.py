@@ -54,6 +54,8 @@ def test_two_roundings_become_the_finer_one(twice: Path) -> None:
     assert load_model(one).spec.tied
     assert same(one.tensor(EMBED), checkpoint.tensor(HEAD))
     assert "one matrix, stored twice (bf16, " in one.notes[-1]
+    saved = checkpoint.nbytes - one.nbytes
+    assert one.notes[-1].endswith(f"becomes both, {saved / 1e6:.1f} MB less")
     coarse = encode(checkpoint.tensor(HEAD).decode(), Int4(False, 32, "f16"))
     finer = {**checkpoint.tensors, EMBED: checkpoint.tensors[HEAD], HEAD: coarse}
     assert same(tied(open_arrays(finer, "here")).tensor(EMBED), checkpoint.tensor(HEAD))
