@@ -55,7 +55,7 @@ _AHEAD = 4096 if CURRENT.avx512 else _AHEAD_OF_FEW_BITS
 """The same of int8, and of blocks of 256 columns, which are used up more slowly."""
 TWOS = int(CURRENT.amx)  # Whether panels that strips are multiplied by are those of AMX
 _FEW = 2
-_NONE_OF_FEW = CURRENT.in_shorts and is_zen()
+_NONE_OF_FEW = is_zen()
 """Whether it is 0 for `_FEW` tokens. Where they wait for memory alone, Zen's own prefetcher draws
 up to a fifth faster unless lines are asked for before it does; Intel's takes twice the time.
 With 0 those of a unit are asked for as it begins."""
