@@ -12,12 +12,14 @@ from torch import from_numpy
 from weight_files import DATA, LLAMA, convert
 
 from clocher_kernels.formats import Float, Int4
-from clocher_kernels.quant_tensor import QuantTensor, encode
+from clocher_kernels.quant_tensor import encode
 from clocher_runtime.checkpoints import open_checkpoint
 from clocher_runtime.checkpoints.checkpoint import open_arrays
 from clocher_runtime.convert.tied import tied
 from clocher_runtime.engine.load import load_model
 from clocher_runtime.models.spec import EMBED, HEAD
+from clocher_runtime.quality.evaluate import weight_errors
+from clocher_runtime.quality.tensor_error import same
 from clocher_runtime.quantize.job import MANIFEST
 from clocher_runtime.subcommands.quantize import quantize
 
@@ -39,12 +41,6 @@ def run(*args: object) -> str:
     result = CliRunner().invoke(quantize, [str(arg) for arg in args])
     assert result.exit_code == 0, result.output
     return result.output
-
-
-def same(one: QuantTensor, two: QuantTensor) -> bool:
-    return one.format == two.format and all(
-        np.array_equal(plane, two.planes[key]) for key, plane in one.planes.items()
-    )
 
 
 def test_two_roundings_become_the_finer_one(twice: Path) -> None:
@@ -89,6 +85,14 @@ def test_the_command_stores_one_and_its_manifest_says_so(twice: Path, tmp_path: 
     again = open_checkpoint(tmp_path / "again")
     assert again.names == made.names
     assert all(same(made.tensor(name), again.tensor(name)) for name in made.names)
+
+
+def test_one_matrix_is_like_the_nearer_of_two(twice: Path) -> None:
+    two = open_checkpoint(twice)
+    models = load_model(two), load_model(tied(two))
+    assert not weight_errors(*models)
+    (error,) = weight_errors(*reversed(models))
+    assert error.name == EMBED and error.rms_rel > 0.01
 
 
 def test_the_gate_judges_by_the_file_as_it_is(
