@@ -10,8 +10,8 @@ from clocher_runtime.models.spec import EMBED, HEAD
 
 _SAMPLE_ROWS = 1024
 _APART = 0.02
-"""Squared distance over the head's square: .007 of normal weights and their symmetric int4 in groups
-of 32; 1.5 of clocher-tiny-llama, which has two matrices."""
+"""Squared distance over the head's square: .007 of normal weights and their symmetric int4 in
+groups of 32; 1.5 of clocher-tiny-llama, which has two matrices."""
 
 
 def tied(checkpoint: Checkpoint) -> Checkpoint:
