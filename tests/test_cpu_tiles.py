@@ -26,6 +26,7 @@ from cpu_fallback.team.large_pages import allocate
 from cpu_fallback.team.placement import Hints
 from cpu_fallback.tiles import tile_pack
 from cpu_fallback.tiles.layout import (
+    EVENS_FIRST,
     LINE,
     ROWS,
     SIGNED,
@@ -151,26 +152,30 @@ def test_tiles_of_blocks_are_the_dwords_of_the_file(name: str, n: int, k: int) -
 
 
 @pytest.mark.parametrize("name", TRELLISES)
-def test_tiles_of_trellises_have_the_stored_lines_behind_the_scales_of_256_columns(
+def test_tiles_of_trellises_have_even_rows_first_and_pairs_of_bits_swapped(
     name: str,
 ) -> None:
     n, k, bits = 36, 576, int(name[-1])
     tensor = _tensor(name, n, k)
     layout = layout_of("test", tensor.format)
     tiles = tile_pack.pack(layout, tensor).data.reshape(3, -1)
-    scales = np.zeros((48, 12), np.uint8)
-    scales[:n, :9] = tensor.planes["scales"]
+    order = [16 * tile + row for tile in range(3) for row in EVENS_FIRST]
+    scales, rows = np.zeros((48, 12), np.uint8), np.zeros(48, np.float32)
+    scales[:n, :9], rows[:n] = tensor.planes["scales"], to_f32(tensor.planes["rows"], "bf16")
+    lines = tensor.planes["codes"].reshape(3, 18, bits, ROWS, 4)[:, :, :, list(EVENS_FIRST)].copy()
+    low = lines[:, :, 1:3]  # the two low bits of m, or the only one
+    low[:] = (low & 0x33) << 2 | low >> 2 & 0x33
     at = 0
     for block in range(3):
         head = tiles[:, at : at + LINE].reshape(3, 4, ROWS).swapaxes(1, 2)
-        np.testing.assert_array_equal(head.reshape(48, 4), scales[:, 4 * block : 4 * block + 4])
-        units = tensor.planes["codes"][:, 8 * block : 8 * block + 8].reshape(3, -1)
+        own = scales[order, 4 * block : 4 * block + 4]
+        np.testing.assert_array_equal(head.reshape(48, 4), own)
+        units = lines[:, 8 * block : 8 * block + 8].reshape(3, -1)
         at += LINE
         np.testing.assert_array_equal(tiles[:, at : at + units.shape[1]], units)
         at += units.shape[1]
-    rows = tiles[:, at:].copy().view(np.float32).reshape(-1)
-    np.testing.assert_array_equal(rows[:n], to_f32(tensor.planes["rows"], "bf16"))
-    assert not rows[n:].any() and at == (3 + 18 * bits) * LINE
+    np.testing.assert_array_equal(tiles[:, at:].copy().view(np.float32).reshape(-1), rows[order])
+    assert at == (3 + 18 * bits) * LINE
 
 
 @pytest.mark.parametrize(

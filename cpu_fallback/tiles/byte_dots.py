@@ -19,7 +19,14 @@ from cpu_fallback.lanes import language as v
 from cpu_fallback.lanes.isa import CURRENT
 from cpu_fallback.tiles import multiply as m
 from cpu_fallback.tiles.layout import BIAS, LINE, LINES, OPERANDS, UNIT, Layout
-from cpu_fallback.tiles.operands import Load, bits, look_up, trellis_fields, trellis_level
+from cpu_fallback.tiles.operands import (
+    TRELLIS_ORDER,
+    Load,
+    bits,
+    look_up,
+    trellis_fields,
+    trellis_level,
+)
 
 _FP4 = [int(2 * value) + BIAS["fp4"] for value in E2M1_VALUES]
 IQ4 = [int(value) + BIAS["iq4"] for value in IQ4_VALUES]
@@ -183,11 +190,12 @@ class Dots:
 
             return [line_of(b, strip, place, v.SHORTS, half)]
 
+        order: Sequence[int] = TRELLIS_ORDER if self.code in TCQ else range(count)
         for start in range(0, count, run):
             found: list[list[Any]] = [[None] * m.REGISTERS for _ in sums]
             if in_words:
                 found = [m.registers(b, b.load(own[0])) for own in sums]
-            m.add_runs(b, [found], range(start, min(start + run, count)), operands, x, add)
+            m.add_runs(b, [found], order[start : start + run], operands, x, add)
             for total, own in zip(sums, found, strict=True):
                 value = v.join(b, own) if in_words else m.times(b, own, v.constant(v.SHORTS, 1))
                 b.store(value if in_words else b.add(b.load(total[0]), value), total[0])

@@ -6,17 +6,18 @@ int32 sums are exact, so neither the number of tokens nor the ISA changes a bit 
 for the generic ISA, whose fma rounds twice.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from llvmlite import ir
 
+from clocher_kernels.formats.tcq import TCQ
 from cpu_fallback.lanes import language as v
 from cpu_fallback.lanes.isa import CURRENT
 from cpu_fallback.lanes.jit import cgutils
 from cpu_fallback.tiles.byte_dots import NUMBER, NUMBER_F32, Strip, ask, dots_of, is_number
-from cpu_fallback.tiles.layout import BIAS, LINE, OPERANDS, ROWS, UNIT, Layout
+from cpu_fallback.tiles.layout import BIAS, EVENS_FIRST, LINE, OPERANDS, ROWS, UNIT, Layout
 from cpu_fallback.tiles.multiply import SUMS_BYTES, TILE_TOKENS
 
 AT_ONCE = 16 if CURRENT.avx512 else 6 if CURRENT.avx2 else 4 if CURRENT.neon else 1
@@ -90,7 +91,7 @@ class Emitter:
         if not self.block:
             sums = self._sums(units)
         elif not self.group:
-            begun = begin_sums(b, self.out, self.tokens, self.strip) if self.strip else None
+            begun = self._begin_sums() if self.strip else None
             sums = self._parts(units, self.block, begun=begun)
         else:
             sums = self._groups(units)
@@ -108,7 +109,13 @@ class Emitter:
             integers = [b.bitcast(b.load(slot), v.F32.llvm) for slot in self.integers]
             sums = [b.select(ends, *both) for both in zip(sums, integers, strict=True)]
         for i, value in enumerate(sums):
+            if self.layout.code in TCQ:
+                value = v.pick(b, value, [EVENS_FIRST.index(row) for row in range(ROWS)])
             v.emit_store(b, value, v.behind(b, self.out, 4 * ROWS * i))
+
+    def _begin_sums(self, kind: Any = v.F32) -> list[Any]:
+        lanes = EVENS_FIRST if self.layout.code in TCQ else None
+        return begin_sums(self.b, self.out, self.tokens, self.strip, kind, lanes)
 
     def _skip(self, units: Any, start: Any) -> Any:
         """Emit the step to the unit with which a strip begins; return the units of the strip."""
@@ -148,7 +155,7 @@ class Emitter:
     def _groups(self, units: Any) -> list[Any]:
         """Emit the sum over groups of blocks, or of blocks that have both scales."""
         b = self.b
-        totals = begin_sums(b, self.out, self.tokens, self.strip)
+        totals = self._begin_sums()
         with self._steps(units, self.group) as within:
             if self.block == self.group:
                 parts, offset = self._scaled(within)
@@ -246,7 +253,7 @@ class Emitter:
         rows = [v.behind(b, sums, 4 * ROWS * i) for i in range(self.tokens)]
         self.integers = [b.inttoptr(row, v.I32.llvm.as_pointer()) for row in rows]
         if not self.block:
-            more = begin_sums(b, self.out, self.tokens, self.strip, v.I32)
+            more = self._begin_sums(v.I32)
             for slot, total in zip(self.integers, more, strict=True):
                 b.store(b.add(b.load(slot), b.load(total)), slot)
         return [[slot] for slot in self.integers]
@@ -320,8 +327,15 @@ def strip_units(b: Any, units: Any, start: Any) -> Any:
     return b.select(b.icmp_signed("<", left, most), left, most)
 
 
-def begin_sums(b: Any, out: Any, tokens: int, strip: Strip | None, kind: Any = v.F32) -> list[Any]:
-    """Emit the sums of tokens: zero, or those of the strip before.
+def begin_sums(
+    b: Any,
+    out: Any,
+    tokens: int,
+    strip: Strip | None,
+    kind: Any = v.F32,
+    lanes: Sequence[int] | None = None,
+) -> list[Any]:
+    """Emit the sums of tokens: zero, or those of the strip before, in an order of lanes.
 
     Registers hold the sums of few tokens. Those of more are added to in memory: the compiler would
     put them aside in the same way, and twice.
@@ -331,7 +345,8 @@ def begin_sums(b: Any, out: Any, tokens: int, strip: Strip | None, kind: Any = v
         at = b.inttoptr(v.behind(b, out, 4 * ROWS * i), kind.llvm.as_pointer())
         value = v.constant(kind, 0)
         if strip:
-            value = b.select(fresh, value, b.load(at))
+            last = b.load(at)
+            value = b.select(fresh, value, v.pick(b, last, lanes) if lanes else last)
         slots.append(at if tokens > _HELD else cgutils.alloca_once(b, kind.llvm))
         b.store(value, slots[-1])
     return slots

@@ -13,11 +13,13 @@ multiplies signed bytes, int8 and iq4 have none.
     q5        8                  as below, and a line of high bits   16, or a minimum
     int8      4                  code + 128                          128
     ternary   16                 bits 2p, 2p + 1: column 4p + i      1
-    tcq2 ..5  32 in all lines    as `Tcq` stores them                64, after look-up
+    tcq2 ..5  32 in all lines    of `Tcq`, as below                  64, after look-up
 
 i is the byte's place 0 .. 3 in its lane. In iq4, q4 and q5 the low nibble of line l of a unit is
 column 4l + i, the high one column 16 + 4l + i; bit o of the fifth line of q5 is the high bit of
-column 4o + i. The columns of a row come in units of 32, the last one filled with
+column 4o + i. Of trellises lane r belongs to row `EVENS_FIRST[r]`, for which a weight's bits before
+it are nearer, and the two low bits of m change places with those of the other in their nibble.
+The columns of a row come in units of 32, the last one filled with
 bytes that are multiplied by zeros. Scales stand before the lines that they scale, as they are
 stored in the tensor, in heads of whole lines: a head holds `per_head` records, one for each block
 of columns, of 16 scales and, if the format has them, 16 zero points or minima. A scale per row is a
@@ -51,6 +53,8 @@ from clocher_kernels.formats.tcq import TCQ
 from cpu_fallback.lanes.isa import CURRENT
 
 ROWS = 16
+EVENS_FIRST = (*range(0, ROWS, 2), *range(1, ROWS, 2))
+"""The row of each lane of trellises."""
 UNIT = 32
 OPERANDS = 8  # Of a unit: four columns each
 LINE = 64

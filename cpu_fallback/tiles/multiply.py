@@ -98,7 +98,7 @@ def times(b: Any, sums: Sequence[Any], factors: Any) -> Any:
 def add_runs(
     b: Any,
     sums: list[list[list[Any]]],
-    places: range,
+    places: Sequence[int],
     operands: Callable[[int], list[Any]],
     x: Callable[[int, int], Any],
     add: Callable[..., Any] = add_bytes,

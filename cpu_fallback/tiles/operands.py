@@ -17,7 +17,16 @@ from clocher_kernels.formats.tcq import levels
 from cpu_fallback.lanes import language as v
 from cpu_fallback.lanes.isa import CURRENT
 from cpu_fallback.tiles import multiply as m
-from cpu_fallback.tiles.layout import BLOCK, LINE, OPERANDS, ROWS, SIGNED, UNIT, BlockLayout
+from cpu_fallback.tiles.layout import (
+    BLOCK,
+    EVENS_FIRST,
+    LINE,
+    OPERANDS,
+    ROWS,
+    SIGNED,
+    UNIT,
+    BlockLayout,
+)
 
 _WORDS = ir.VectorType(v.INT8, 32)
 
@@ -63,17 +72,22 @@ def _steps(b: Any, table: list[int], nibbles: Any) -> Any:
     return value
 
 
-def trellis_fields(b: Any, lines: list[Any]) -> list[Any]:
-    """Emit what operands of a trellis are looked up by, from the lines of a unit (`Tcq`).
+TRELLIS_ORDER = (0, 4, 2, 6, 1, 5, 3, 7)
+"""The order in which operands of a trellis are best multiplied: fields need few registers then."""
 
-    First the low four bits of indices: of operands 0 and 4 in the halves of a byte, then of 2 and
-    6, 1 and 5, 3 and 7; then the lines of what is above them.
+
+def trellis_fields(b: Any, lines: list[Any]) -> list[Any]:
+    """Emit what operands of a trellis are looked up by, from the lines of a unit.
+
+    First the four lower bits of places of levels, of an operand in either half of a byte: 0 and 4,
+    2 and 6, 1 and 5, 3 and 7. In the second and the fourth line z is above the two bits of m. Then
+    the lines of what is above those.
     """
     u = b.bitcast(lines[0], v.I32.llvm)
 
     def before(lag: int) -> Any:
-        earlier = v.pick(b, u, [(row - lag) % ROWS for row in range(ROWS)])
-        return b.shl(earlier, v.constant(v.I32, [int(row < lag) for row in range(ROWS)]))
+        earlier = v.pick(b, u, [EVENS_FIRST.index((row - lag) % ROWS) for row in EVENS_FIRST])
+        return b.shl(earlier, v.constant(v.I32, [int(row < lag) for row in EVENS_FIRST]))
 
     def some(value: Any, mask: int, shift: int = 0) -> Any:
         """Emit bits of bytes, moved to where a mask has them."""
@@ -89,22 +103,33 @@ def trellis_fields(b: Any, lines: list[Any]) -> list[Any]:
     )
     nibbles = []
     for odd, pair in enumerate(pairs):
-        for later in (0, 1):
-            if len(lines) == 2:
-                high = some(b.bitcast(lines[1], v.I32.llvm), 0x44, 2 - odd - 2 * later)
-            else:
-                high = some(b.bitcast(lines[1 + odd], v.I32.llvm), 0xCC, 2 - 2 * later)
-            nibbles.append(b.or_(some(pair, 0x33, -2 * later), high))
+        if len(lines) == 2:
+            high = some(b.bitcast(lines[1], v.I32.llvm), (0x55, 0xAA)[odd])
+        else:
+            high = b.bitcast(lines[1 + odd], v.I32.llvm)
+        nibbles.append(b.or_(some(pair, 0x33), some(high, 0xCC)))
+        nibbles.append(b.or_(some(pair, 0xCC), some(high, 0x33)))
     return [*(b.bitcast(own, v.BYTES.llvm) for own in nibbles), *lines[3:]]
+
+
+@cache
+def _trellis_tables(count: int, above: bool) -> list[list[int]]:
+    """Return 64 plus levels by the four lower bits of their places, for each number above these.
+
+    `above`: z is above m. If weights have two bits, m has one, in either of its places.
+    """
+    most = 1 if count == 2 else 3
+    halves = [divmod(nibble, 4) for nibble in range(16)]
+    places = [4 * min(m, most) + z for m, z in (half[::-1] if above else half for half in halves)]
+    table = [64 + int(level) for level in levels(count)]
+    return [[table[at + place] for place in places] for at in range(0, len(table), 16)]
 
 
 def trellis_level(b: Any, load: Load, index: int, count: int) -> Any:
     """Emit 64 plus the levels of four columns, of `count` bits each."""
     half, odd = divmod(index, 2)
     nibbles = bits(b, load(2 * odd + half % 2), half // 2 * 4, 15)
-    table = [64 + int(level) for level in levels(count)]
-    table += [0] * (-len(table) % 16)
-    found = [look_up(b, table[at : at + 16], nibbles) for at in range(0, len(table), 16)]
+    found = [look_up(b, table, nibbles) for table in _trellis_tables(count, half % 2 == 1)]
     above = {4: [(4, index)], 5: [(4 + odd, 2 * half), (4 + odd, 2 * half + 1)]}.get(count, [])
     for line, bit in above:
         there = is_set(b, load(line), bit)

@@ -147,11 +147,17 @@ def pack_ternary(form, begin, stop):
                 v.write_i32(at + 64 * i + 4 * r, value)
 
 
+@device
+def _lane_of(row):
+    """Return the place of a row in `layout.EVENS_FIRST`."""
+    return (row >> 1) + 8 * (row & 1)
+
+
 @Kernel
 def pack_trellis(form, begin, stop):
     """Pack tiles begin .. stop-1 of trellises, whose strips are stored as lines."""
     f = _source_at(form)
-    codes, size = v.read_i64(f.rows), 64 * f.lines
+    codes, size, swapped = v.read_i64(f.rows), 64 * f.lines, min(f.lines, 3)
     for tile in range(begin, stop):
         row = tile % f.tiles * 16
         first, count = tile // f.tiles * f.n + row, min(16, f.n - row)
@@ -162,11 +168,16 @@ def pack_trellis(form, begin, stop):
                 at += f.per_head * f.record
                 for g in range(unit // f.block, min(f.groups, unit // f.block + f.per_head)):
                     for r in range(count):
-                        v.write_u8(head + r, v.read_u8(f.scales + (first + r) * f.groups + g))
+                        scale = v.read_u8(f.scales + (first + r) * f.groups + g)
+                        v.write_u8(head + _lane_of(r), scale)
                     head += 16
             line = codes + (tile * f.units + unit) * size
-            for i in range(0, size, 8):
-                v.write_i64(at + i, v.read_i64(line + i))
+            for i in range(f.lines):
+                for r in range(16):
+                    value = v.read_i32(line + 64 * i + 4 * r)
+                    if 0 < i < swapped:
+                        value = (value & 0x33333333) << 2 | value >> 2 & 0x33333333
+                    v.write_i32(at + 64 * i + 4 * _lane_of(r), value)
             at += size
         for r in range(count):
-            v.write_i32(at + 4 * r, v.read_u16(f.zeros + 2 * (first + r)) << 16)
+            v.write_i32(at + 4 * _lane_of(r), v.read_u16(f.zeros + 2 * (first + r)) << 16)

@@ -33,7 +33,7 @@ from cpu_fallback.tiles.layout import (
 from cpu_fallback.tiles.tile_cache import TileCache, key_of
 from cpu_fallback.tiles.tile_lines import Source, pack_lines, pack_ternary, pack_trellis
 
-VERSION = 2  # Changes when the bytes of a tile do
+VERSION = 3  # Changes when the bytes of a tile do
 
 _CHUNK = 4 << 20
 
