@@ -15,6 +15,7 @@ from clocher_kernels.formats import Float, Int4
 from clocher_kernels.quant_tensor import encode
 from clocher_runtime.checkpoints import open_checkpoint
 from clocher_runtime.checkpoints.checkpoint import open_arrays
+from clocher_runtime.convert.certificate import check_certificate
 from clocher_runtime.convert.tied import tied
 from clocher_runtime.engine.load import load_model
 from clocher_runtime.models.spec import EMBED, HEAD
@@ -87,6 +88,17 @@ def test_the_command_stores_one_and_its_manifest_says_so(twice: Path, tmp_path: 
     assert all(same(made.tensor(name), again.tensor(name)) for name in made.names)
 
 
+def test_a_certificate_of_one_matrix_holds(twice: Path, tmp_path: Path) -> None:
+    run(twice, tmp_path / "out", "--bits", 5, "--verify")
+    checked = check_certificate(tmp_path / "out")
+    assert checked.source == twice and not checked.problems
+
+
+def test_matrices_that_stay_stay_two(twice: Path, tmp_path: Path) -> None:
+    assert "one matrix" not in run(twice, tmp_path / "out")
+    assert {HEAD, EMBED} <= set(open_checkpoint(tmp_path / "out").names)
+
+
 def test_one_matrix_is_like_the_nearer_of_two(twice: Path) -> None:
     two = open_checkpoint(twice)
     models = load_model(two), load_model(tied(two))
@@ -110,7 +122,7 @@ def test_the_gate_judges_by_the_file_as_it_is(
     loose = ("--max-ppl-ratio", 9, "--max-kld", 9, "--min-same-top", 0, "--max-rms-dp", 9)
     found = []
     for model in (once, twice):
-        run(model, tmp_path / "out", "--bits", 8, "--force", *gate, *loose)
+        run(model, tmp_path / "out", "--bits", 5, "--force", *gate, *loose)
         gates = json.loads((tmp_path / "out" / MANIFEST).read_text())["gates"]
         found += [check["value"] for check in gates if check["name"] == "kld"]
     assert found[1] > 3 * found[0] > 0

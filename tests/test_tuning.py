@@ -115,6 +115,7 @@ def test_a_job_writes_the_factors_that_help(asked: job.Job, tmp_path: Path, monk
     assert "tuning" not in plain.document
     assert better.document["tuning"]["kld_after"] < better.document["tuning"]["kld_before"]
     assert worse.document["tuning"]["kld_after"] == 9
+    assert better.document["tuning"]["taken"] and not worse.document["tuning"]["taken"]
     for name in plain.entries:
         source = asked.checkpoint.tensor(name)
         one, two, three = (each.stored(name, source).planes for each in (plain, better, worse))

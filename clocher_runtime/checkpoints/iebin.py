@@ -33,7 +33,7 @@ VOCAB_NAME = "vocab.json"
 CERTIFICATE_NAME = "model.ie.certificate.json"
 MAX_VOCAB_BYTES = 256_000_000
 
-_JSON_BYTES_PER_TENSOR = 2048
+JSON_BYTES_PER_TENSOR = 2048
 
 _DOCUMENT = Sealed(
     "iebin",
@@ -121,7 +121,7 @@ def model_bytes(tensors: Iterable[tuple[Format, Shape]]) -> int:
         for region in place(fmt, shape, ends).values():
             ends["bin"] = region.end
         count += 1
-    return ends["bin"] + _JSON_BYTES_PER_TENSOR * count
+    return ends["bin"] + JSON_BYTES_PER_TENSOR * count
 
 
 def facts_of(data: bytes) -> FileFacts:

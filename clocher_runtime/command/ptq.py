@@ -26,6 +26,7 @@ from clocher_runtime.engine.backends import choose
 from clocher_runtime.engine.load import Model, load_model, model_spec
 from clocher_runtime.engine.topology import default_threads
 from clocher_runtime.exit_codes import ExitCode
+from clocher_runtime.models.spec import EMBED
 from clocher_runtime.quality.compare import Documents, cut
 from clocher_runtime.quality.evaluate import Evaluation, Row, Size, decode_speed, evaluate, table
 from clocher_runtime.quality.gate import Limits, verdict_code, worst
@@ -61,7 +62,7 @@ def planned(
         raise UsageError(f"--{idle[0].replace('_', '-')} judges a text: give --gate FILE, too")
     given = opener()
     # Own rules name the tensors of the file.
-    checkpoint = given if options["rules"] else tied(given)
+    checkpoint = given if options["rules"] or not _changes_ends(given, options) else tied(given)
     record = {
         key: value
         for key, value in sorted(options.items())
@@ -97,10 +98,17 @@ def planned(
     console.note(f"{len(plan.tensors) + len(plan.kept)} tensors: {what}; {len(plan.kept)} stay")
     of, most = plan.size, "at most " if job.target_bpw else ""
     console.note(
-        f"{size(of['source_nbytes'])} -> {most}{size(of['nbytes'])}: {of['bpw']:.3f} bits per "
+        f"{size(given.nbytes)} -> {most}{size(of['nbytes'])}: {of['bpw']:.3f} bits per "
         f"weight, {of['quantised_bpw']:.3f} of the quantised ones"
     )
     return job, plan
+
+
+def _changes_ends(checkpoint: Checkpoint, options: dict[str, Any]) -> bool:
+    """Return whether the rules of the flags quantise the embeddings."""
+    rules = rules_of(options, checkpoint.names)
+    known = q4_map.assign(rules.rules, checkpoint.tensors, rules.requantize, str(rules.path))
+    return EMBED in known.chosen
 
 
 def quantised(console: Console, job: Job, plan: QuantPlan) -> Outcome:
@@ -112,10 +120,9 @@ def quantised(console: Console, job: Job, plan: QuantPlan) -> Outcome:
             console.note(line)
     fallen = [each.entry for each in outcome.done if "fallback" in each.entry]
     if fallen:
-        console.note(
-            f"note: {counted(len(fallen), 'tensor')} fell back, such as {fallen[0]['name']}: "
-            f"{fallen[0]['fallback']}"
-        )
+        reasons = {each["fallback"]: each["name"] for each in reversed(fallen)}
+        what = "; ".join(f"{reason}, such as {name}" for reason, name in reasons.items())
+        console.note(f"note: {counted(len(fallen), 'tensor')} fell back: {what}")
     worst = max((each.error for each in outcome.done), key=lambda error: error.rms_rel)
     console.note(f"largest relative error: {worst.rms_rel:.4f}, {worst.name}")
     for check in outcome.checks:
@@ -130,7 +137,7 @@ def rules_of(options: dict[str, Any], names: Iterable[str]) -> q4_map.Q4Map:
     if not options["weights_only"]:
         raise UsageError(
             "--weights-only 0: a manifest quantises weights alone; int8 activations are a setting "
-            "of the run (clocher-run --act-prec int8)"
+            "of the run (clocher run --act-prec int8)"
         )
     method = options["method"] or ("gptq" if options["calib_text"] else "rtn")
     if options["rules"] is None:

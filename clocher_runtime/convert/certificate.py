@@ -19,11 +19,13 @@ from clocher_runtime.checkpoints.hf.torch_bin import open_torch_bin
 from clocher_runtime.checkpoints.iebin import CERTIFICATE_NAME, IebinIndex, Progress, quiet
 from clocher_runtime.convert.q4_entries import plane_hashes
 from clocher_runtime.convert.rounding import row_pieces
+from clocher_runtime.convert.tied import tied
 from clocher_runtime.convert.to_iebin import open_source
 from clocher_runtime.disk.files import read_bytes
 from clocher_runtime.disk.output_file import write_file
 from clocher_runtime.disk.plane_index import Sealed, check_hashes, check_padding
 from clocher_runtime.disk.strict_json import MAX_JSON_BYTES, checked_name, fields
+from clocher_runtime.models.spec import HEAD
 
 _DOCUMENT = Sealed(
     "iebin.certificate",
@@ -100,6 +102,8 @@ def check_certificate(
     if source or path.exists():
         try:
             was = open_torch_bin(path) if origin["kind"] == "bin" else open_source(path)
+            if HEAD not in {each["name"] for each in document["tensors"]}:
+                was = tied(was)  # as it was converted
         except ModelError as error:
             if source:
                 raise

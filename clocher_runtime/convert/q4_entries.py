@@ -143,7 +143,10 @@ class PlaneFile(PlaneWriter):
 def read_planes(path: Path, nbytes: int, entry: Entry) -> QuantTensor:
     """Return a tensor of a plane file, hashes checked. Raises FormatError, ModelNotFound."""
     if not path.is_file():
-        raise ModelNotFound(f"{path}: missing; the manifest needs it beside it")
+        raise ModelNotFound(
+            f"{path}: missing; the manifest needs it beside it. `clocher quantize` leaves none: "
+            "its model has the planes: convert that, or quantise again"
+        )
     tensor = tensors_of([entry], {"planes": MappedFile(path, nbytes)})[entry.name]
     where = f"{path}: tensor {entry.name!r}: "
     check_hashes(tensor.planes, entry.hashes, where, OTHER_WEIGHTS)

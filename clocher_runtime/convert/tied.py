@@ -33,8 +33,8 @@ def tied(checkpoint: Checkpoint) -> Checkpoint:
     saved = min(stored[name].nbytes for name in (EMBED, HEAD)) / 1e6
     kinds = " and ".join(dict.fromkeys(stored[name].format.name for name in (EMBED, HEAD)))
     note = (
-        f"embeddings and head are one matrix, stored twice ({kinds}, {apart:.2%} apart): "
-        f"the finer copy becomes both, {saved:.1f} MB less"
+        f"embeddings and head are one matrix, stored twice ({kinds}, {apart:.2%} apart): that of "
+        f"the {'head' if finer == HEAD else 'embeddings'} becomes both, {saved:.1f} MB less"
     )
     tensors = {name: tensor for name, tensor in stored.items() if name != HEAD}
     hashes = {name: known for name, known in checkpoint.hashes.items() if name not in (EMBED, HEAD)}

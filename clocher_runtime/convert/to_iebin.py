@@ -152,8 +152,7 @@ class Conversion:
         self.formats = {name: chosen.get(name, source.tensors[name].format) for name in names}
         # An upper bound, closer than 1 % for real models.
         self.nbytes = iebin.model_bytes((fmt, source.shape(n)) for n, fmt in self.formats.items())
-        self.nbytes += sum(os.path.getsize(file) for file in source.path.glob("*config.json"))
-        self.nbytes += len(vocabulary(source) or b"")
+        self.nbytes += beside_tensors(source)
         partial = out_dir / (BIN_NAME + PARTIAL)
         reclaimed = partial.stat().st_size if partial.is_file() else 0
         check_free(partial, self.nbytes, reclaimed)
@@ -189,6 +188,12 @@ class Conversion:
             return tensor
         assert self._q4_map is not None, "only a manifest changes formats"
         return self._q4_map.stored(name, tensor, threads=len(usable_cpus()))
+
+
+def beside_tensors(source: Checkpoint) -> int:
+    """Return the bytes of the settings and the vocabulary of a model."""
+    settings = sum(os.path.getsize(file) for file in source.path.glob("*config.json"))
+    return settings + len(vocabulary(source) or b"")
 
 
 def vocabulary(source: Checkpoint) -> bytes | None:

@@ -12,6 +12,7 @@ from clocher_kernels.errors import UsageError, counted
 from clocher_kernels.formats import Format, Int4, Int8, Tcq
 from clocher_kernels.formats.tcq import LEVELS
 from clocher_runtime.checkpoints.checkpoint import Checkpoint
+from clocher_runtime.convert.q4_map import ALREADY
 from clocher_runtime.disk.kept import Kept
 from clocher_runtime.quality.evaluate import Progress
 from clocher_runtime.quantize.calibrate import Counts
@@ -93,6 +94,8 @@ def room_of(plan: QuantPlan, target_bpw: float) -> Room:
         if pinned:
             kept = f"; by their rules {counted(len(pinned), 'tensor')} cannot change"
             ways += ", or give those a smaller format with --rules FILE and --target-bpw"
+        if any(reason.startswith(ALREADY) for reason in plan.kept.values()):
+            ways += ", or give --requantize for those that are quantised already"
         if not trellises and target_bpw >= LEAST_FRACTION:
             ways += f", or take trellises with --bits {target_bpw:g}"
         raise UsageError(

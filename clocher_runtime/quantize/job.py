@@ -84,6 +84,7 @@ class Job:
     gate: GateText | None = None
     min_cosine: float | None = None  # least cosine of every quantised tensor with the float one
     given: Checkpoint | None = None  # as it is stored, if `checkpoint` is not
+    keeps: bool = False  # what `out` was before stays until the new manifest replaces it
 
     def plan(self) -> QuantPlan:
         """Return the plan, from names and shapes alone. Raises UsageError."""
@@ -124,8 +125,9 @@ def run_job(
     checkpoint = job.checkpoint
     settings: dict[str, Any] = {"threads": job.threads, "seed": job.seed, "progress": tell}
     job.out.parent.mkdir(parents=True, exist_ok=True)
-    for path in (job.out, rejected_path(job.out)):
-        path.unlink(missing_ok=True)
+    rejected_path(job.out).unlink(missing_ok=True)
+    if not job.keeps:  # its planes are about to be overwritten
+        job.out.unlink(missing_ok=True)
     nbytes = sum(f.nbytes for f in checkpoint.files)
     source = describe_source(checkpoint, lambda done: tell("hashing", done, nbytes))
     sections: dict[str, Any] = {"tool": tool(), "source": source}
@@ -159,9 +161,13 @@ def run_job(
         if plan.calibrated:
             calibrate(checkpoint, plan, text, planes=planes, counts=counts, note=note, **settings)
         file = planes.finish()
-        if is_tuned(plan) and (found := tune(checkpoint, planes.tensors, text, **settings)):
-            sections["tuning"] = {"kld_before": found.before, "kld_after": found.after}
+        found = tune(checkpoint, planes.tensors, text, **settings) if is_tuned(plan) else None
+        if is_tuned(plan) and found is None:
+            note("rows are not tuned: the model has calls without a derivative here")
+        if found:
             better = found.after < found.before
+            taken = {"kld_before": found.before, "kld_after": found.after, "taken": better}
+            sections["tuning"] = taken
             said = "" if better else ", which is not taken"
             note(f"divergence of held-out text: {found.before:.4f}, tuned {found.after:.4f}{said}")
             if better:

@@ -96,8 +96,8 @@ def build_plan(checkpoint: Checkpoint, rules: Q4Map) -> QuantPlan:
     if grown:
         notes += (
             f"--requantize gives {len(grown)} quantised tensors more bits, such as {grown[0].name} "
-            f"({grown[0].source.name} to {grown[0].format.name}): the file grows, and nothing that "
-            "was lost comes back",
+            f"({grown[0].source.name} to {grown[0].format.name}): they grow, and nothing that was "
+            "lost comes back",
         )
     kept = {name: assigned.kept[name] for name in sorted(assigned.kept, key=natural)}
     planes = sum(tensor.nbytes for tensor in tensors.values() if tensor.method != "rtn")

@@ -3,6 +3,8 @@
 import os
 import pkgutil
 import sys
+from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -100,7 +102,7 @@ FLAGS: tuple[click.Parameter, ...] = (
         "imx for formats that have none]",
     ),
     option("--calib-text", FILE, "UTF-8 text for imx, gptq and --target-bpw."),
-    option("--samples", COUNT, default=128),
+    option("--samples", click.IntRange(2), default=128),
     option("--seq-len", click.IntRange(8), default=512),
     option("--seed", click.IntRange(0), default=0),
     option(
@@ -162,10 +164,11 @@ def quantize(
     Without flags: int4 with a zero point and a scale for 32 columns, rounded; embeddings, head
     (but see --bits) and whatever is quantised already stay as they are.
     """
+    from clocher_runtime.checkpoints.iebin import JSON_BYTES_PER_TENSOR
     from clocher_runtime.checkpoints.locate import locate
     from clocher_runtime.command.ptq import planned, quantised
     from clocher_runtime.convert.q4_entries import remove_planes
-    from clocher_runtime.convert.to_iebin import Conversion, open_source
+    from clocher_runtime.convert.to_iebin import Conversion, beside_tensors, open_source
     from clocher_runtime.disk.output_file import check_free
     from clocher_runtime.quality.gate import verdict_code
     from clocher_runtime.quantize.gradients import PART_TOKENS
@@ -175,7 +178,9 @@ def quantize(
     _refuse(source, out_dir, force)
     options["out"] = out_dir / MANIFEST
     job, plan = planned(console, lambda: open_source(source), options)
-    nbytes = plan.size["nbytes"] + plan.plane_nbytes
+    job = replace(job, keeps=True)
+    nbytes = plan.size["nbytes"] + plan.plane_nbytes + beside_tensors(job.checkpoint)
+    nbytes += 2 * JSON_BYTES_PER_TENSOR * len(job.checkpoint.tensors)  # index and manifest
     check_free(out_dir / MANIFEST, nbytes)
     console.disk(job.checkpoint.path, out_dir, nbytes)
     if job.calibration:
@@ -189,13 +194,16 @@ def quantize(
     outcome = quantised(console, job, plan)
     if outcome.verdict != "pass":
         again = ", which does not calibrate again" if job.calibration else ""
-        console.note(f"no model was written: {_NEXT[outcome.verdict]}{again}")
+        ways = _NEXT[outcome.verdict]
+        if job.calibration:
+            ways = ways.removeprefix("try --calib-text, or ")
+        console.note(f"no model was written: {ways}{again}")
         return verdict_code(outcome.verdict)
     conversion = Conversion(source, out_dir, outcome.path, lambda _: job.checkpoint)
     run_conversion(console, conversion, verify)
     # The model owns these planes now; copies would double the memory.
     remove_planes(outcome.path)
-    click.echo(_table(outcome))
+    click.echo(_table(job.given or job.checkpoint, outcome))
     console.note(next_command(out_dir))
     return ExitCode.OK
 
@@ -297,12 +305,12 @@ def _refuse(source: Path, out_dir: Path, force: bool) -> None:
         raise UsageError(f"OUT_DIR {out_dir} holds a model already ({found.name}); choose another")
 
 
-def _table(outcome: "Outcome") -> str:
+def _table(source: "Checkpoint", outcome: "Outcome") -> str:
     of = outcome.size
-    before = 8 * of["source_nbytes"] / of["params"]
+    before = 8 * source.nbytes / sum(prod(tensor.shape) for tensor in source.tensors.values())
     rows = [
         ("", "before", "after"),
-        ("size", size(of["source_nbytes"]), size(of["nbytes"])),
+        ("size", size(source.nbytes), size(of["nbytes"])),
         ("bits per weight", f"{before:.2f}", f"{of['bpw']:.2f}"),
         ("  of the quantised", "", f"{of['quantised_bpw']:.2f}"),
     ]
