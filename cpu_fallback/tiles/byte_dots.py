@@ -190,7 +190,8 @@ class Dots:
 
             return [line_of(b, strip, place, v.SHORTS, half)]
 
-        order: Sequence[int] = TRELLIS_ORDER if self.code in TCQ else range(count)
+        # Of five bits, whose operands take four tables, fields wait in memory all the same.
+        order: Sequence[int] = TRELLIS_ORDER if TCQ.get(self.code, 5) < 5 else range(count)
         for start in range(0, count, run):
             found: list[list[Any]] = [[None] * m.REGISTERS for _ in sums]
             if in_words:
