@@ -108,7 +108,9 @@ def test_a_job_writes_the_factors_that_help(asked: job.Job, tmp_path: Path, monk
 
         monkeypatch.setattr(job, "tune", noted)
         own = replace(asked, out=tmp_path / f"{name}.json")
-        job.run_job(own, own.plan())
+        notes: list[str] = []
+        job.run_job(own, own.plan(), note=notes.append)
+        assert any("rows are not tuned" in each for each in notes) != found
         return load_q4_map(own.out)
 
     plain, better, worse = made("plain", False), made("better", True), made("worse", True, after=9)
