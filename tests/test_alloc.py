@@ -138,8 +138,10 @@ def test_allocating_a_trained_model(tmp_path, monkeypatch):
     replayed = plan.with_formats(checkpoint, formats)
     assert replayed == result
     lines = allocation_table(record)
-    assert len(lines) == 2 + 4
+    assert len(lines) == 2 + 4 + 1
     assert "5.down" in lines[2]
+    now = [unit["candidates"][unit["format"]]["harm"] for unit in record["units"]]
+    assert float(lines[-1].split()[-1]) == pytest.approx(sum(now), rel=0.01)
     with pytest.raises(UsageError, match=r"4\.2 cannot be met: .* 1 tensor cannot change"):
         allocate(checkpoint, plan, text, target_bpw=4.2, kept=known)
     with pytest.raises(UsageError, match="nothing to choose"):

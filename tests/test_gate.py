@@ -24,6 +24,7 @@ from clocher_runtime.engine.load import load_model
 from clocher_runtime.quality import compare as compare_module
 from clocher_runtime.quality import gate
 from clocher_runtime.quality.compare import (
+    DOCUMENT_TOKENS,
     Comparison,
     Documents,
     Summary,
@@ -286,6 +287,8 @@ def test_little_text_never_passes_but_can_fail() -> None:
     check = verdict_of(comparison("same", 100, 40, 0.0, 0.005), limits)
     assert (check.verdict, check.more_tokens) == ("undecided", 1000)
     assert verdict_of(comparison("worse", 10, 400, 0.5), limits).verdict == "fail"
+    check = verdict_of(comparison("same", 1, 40, 0.0, 0.005), limits)  # a piece of a document
+    assert check.more_tokens == 20 * DOCUMENT_TOKENS - 40
 
 
 def test_a_lower_limit_is_judged_the_other_way_round() -> None:

@@ -345,6 +345,17 @@ def test_a_disk_that_is_too_small_is_told_before_anything_is_written(
     assert not (tmp_path / "out").exists()
 
 
+def test_a_directory_that_cannot_be_written_is_told_by_a_dry_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(
+        "clocher_runtime.disk.output_file.os.access", lambda _, mode: mode != os.W_OK
+    )
+    assert run(quantize, LLAMA, tmp_path / "out", "--dry-run") == 5
+    told = f"{tmp_path}: nothing may be written there; check its permissions"
+    assert error_of(capsys, "quantize").endswith(told)
+
+
 # Every kind of weights, by one command.
 
 

@@ -133,3 +133,15 @@ def test_own_rules_name_the_tensors_of_the_file(twice: Path, tmp_path: Path) -> 
     (tmp_path / "rules.json").write_text(json.dumps({"version": 1, "rules": rules}))
     run(twice, tmp_path / "out", "--rules", tmp_path / "rules.json")
     assert {HEAD, EMBED} <= set(open_checkpoint(tmp_path / "out").names)
+
+
+def test_own_rules_may_say_that_there_is_one_matrix(twice: Path, tmp_path: Path) -> None:
+    rules, out = tmp_path / "rules.json", tmp_path / "out"
+    rule = {"pattern": EMBED, "dtype": "tcq4"}
+    rules.write_text(json.dumps({"version": 1, "tied": True, "rules": [rule]}))
+    assert "one matrix, stored twice" in run(twice, out, "--rules", rules)
+    assert HEAD not in open_checkpoint(out).names
+    assert json.loads((out / MANIFEST).read_text())["tied"] is True
+    given = [str(each) for each in (LLAMA, tmp_path / "other", "--rules", rules)]
+    refused = CliRunner().invoke(quantize, given)
+    assert refused.exit_code == 2 and "of this model are two matrices" in refused.output

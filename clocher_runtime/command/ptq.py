@@ -26,7 +26,7 @@ from clocher_runtime.engine.backends import choose
 from clocher_runtime.engine.load import Model, load_model, model_spec
 from clocher_runtime.engine.topology import default_threads
 from clocher_runtime.exit_codes import ExitCode
-from clocher_runtime.models.spec import EMBED
+from clocher_runtime.models.spec import EMBED, HEAD
 from clocher_runtime.quality.compare import Documents, cut
 from clocher_runtime.quality.evaluate import Evaluation, Row, Size, decode_speed, evaluate, table
 from clocher_runtime.quality.gate import Limits, verdict_code, worst
@@ -45,7 +45,7 @@ from clocher_runtime.text.tokenizer import Tokenizer
 
 KEPT = r".*(embed|lm_head|wte|wpe).*"
 """Not quantised without --rules: embeddings and head."""
-HEAD = r"(.*\.)?(embed_tokens|lm_head|wte)\.weight"
+ENDS = r"(.*\.)?(embed_tokens|lm_head|wte)\.weight"
 """Those of them that are quantised with trellises."""
 
 _PROMPT = 32
@@ -56,13 +56,19 @@ def planned(
     console: Console, opener: Callable[[], Checkpoint], options: dict[str, Any]
 ) -> tuple[Job, QuantPlan]:
     """Open the input and report the plan; `options`: flag values, and `out`, the manifest."""
-    rules_of(options, ())  # checks flags before a model is opened or fetched
+    asked = rules_of(options, ())  # checks flags before a model is opened or fetched
     judging = ("gate_limits", *(field.name for field in fields(Limits)))
     if options["gate"] is None and (idle := [n for n in judging if options.get(n) is not None]):
         raise UsageError(f"--{idle[0].replace('_', '-')} judges a text: give --gate FILE, too")
     given = opener()
-    # Own rules name the tensors of the file.
-    checkpoint = given if options["rules"] or not _changes_ends(given, options) else tied(given)
+    # Own rules name the tensors of the file, or say that there is one matrix.
+    ties = asked.tied if options["rules"] else _changes_ends(given, options)
+    checkpoint = tied(given) if ties else given
+    if asked.tied and HEAD in checkpoint.names:
+        raise UsageError(
+            f'{options["rules"]}: "tied" is true, but embeddings and head of this model are two '
+            "matrices; leave it out"
+        )
     record = {
         key: value
         for key, value in sorted(options.items())
@@ -95,6 +101,7 @@ def planned(
         console.note(f"note: {note}")
     formats = Counter(f"{each.format.name} by {each.method}" for each in plan.tensors.values())
     what = ", ".join(f"{count} become {name}" for name, count in formats.items())
+    what += ", before formats are chosen" if job.target_bpw is not None else ""
     console.note(f"{len(plan.tensors) + len(plan.kept)} tensors: {what}; {len(plan.kept)} stay")
     of, most = plan.size, "at most " if job.target_bpw else ""
     console.note(
@@ -147,7 +154,7 @@ def rules_of(options: dict[str, Any], names: Iterable[str]) -> q4_map.Q4Map:
         exceptions = [{"pattern": KEPT, "dtype": "keep"}]
         if rule["dtype"].startswith("tcq"):
             head = f"tcq{max(round(options['bits'] or int(rule['dtype'][3:])), 4)}"
-            exceptions.insert(0, rule | {"pattern": HEAD, "dtype": head})
+            exceptions.insert(0, rule | {"pattern": ENDS, "dtype": head})
         every = [*exceptions, rule]
         used = [
             next(r for r in every if q4_map.name_pattern(r["pattern"]).fullmatch(n)) for n in names
@@ -167,8 +174,7 @@ def rules_of(options: dict[str, Any], names: Iterable[str]) -> q4_map.Q4Map:
             if rule["dtype"] != "keep" and "clip" not in rule and method != "rtn":
                 rule.setdefault("method", q4_map.best_method(q4_map.rule_format(rule), method))
         document = {"version": 1, "rules": rules}
-        if loaded.requantize:
-            document["requantize"] = True
+        document |= {key: True for key in ("requantize", "tied") if getattr(loaded, key)}
     if options["requantize"]:
         document["requantize"] = True
     return q4_map.parse_q4_map(document, where)

@@ -273,8 +273,13 @@ def write_file(path: Path, data: bytes) -> None:
 
 
 def check_free(path: Path, nbytes: int, reclaimed: int = 0) -> int:
-    """Return the free bytes of a path's disk with `reclaimed`; OSError if below `nbytes`."""
+    """Return the free bytes of a path's disk with `reclaimed`.
+
+    Raises OSError if they are below `nbytes`, or nothing may be written there.
+    """
     existing = next(place for place in Path(os.path.abspath(path)).parents if place.is_dir())
+    if not os.access(existing, os.W_OK):
+        raise OSError(errno.EACCES, "nothing may be written there", str(existing))
     free = shutil.disk_usage(existing).free + reclaimed
     if nbytes > free:
         from rich.filesize import decimal

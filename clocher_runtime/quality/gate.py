@@ -10,7 +10,7 @@ from clocher_kernels.formats import Format, Fp8, Int4, Int8, Mxfp4, Tcq, Ternary
 from clocher_kernels.formats.floats import Float
 from clocher_runtime.disk.strict_json import finite
 from clocher_runtime.exit_codes import ExitCode
-from clocher_runtime.quality.compare import Summary
+from clocher_runtime.quality.compare import DOCUMENT_TOKENS, Summary
 from clocher_runtime.quality.statistics import FEWEST_DOCUMENTS, Estimate
 from clocher_runtime.quality.tensor_error import TensorError, expected_rms
 
@@ -223,7 +223,9 @@ def _more(estimate: Estimate, limit: float, summary: Summary, limits: Limits) ->
     """Return how many tokens to add until the interval leaves the limit; None: over 1000 times."""
     tokens = summary.tokens
     documents = max(limits.min_documents, FEWEST_DOCUMENTS)
-    needed = max(limits.min_tokens, ceil(documents * tokens / summary.documents))
+    # One document may be a piece of one.
+    length = tokens / summary.documents if summary.documents > 1 else max(tokens, DOCUMENT_TOKENS)
+    needed = max(limits.min_tokens, ceil(documents * length))
     end = estimate.high if estimate.value <= limit else estimate.low
     if isfinite(end):
         distance, half = abs(limit - estimate.value), abs(end - estimate.value)

@@ -207,19 +207,22 @@ def choose(options: Sequence[Sequence[Option]], budget: int) -> tuple[list[int],
 
 
 def allocation_table(record: Mapping[str, Any]) -> list[str]:
-    """Return table lines for people: every unit's harm and format."""
+    """Return table lines for people: every unit's harm and format, and the sums."""
     lines = [
         f"target {record['target_bpw']:g} bits per weight, reached {record['bpw']:.4f}; "
         f"harm: {record['signal']} of {record['tokens']} tokens",
         f"{'unit':28} {'Mparams':>9} {'KLD alone':>10} {'KLD now':>10}  format",
     ]
+    total = 0.0
     for unit in record["units"]:
         now = unit["candidates"][unit["format"]]["harm"]
+        total += now
         lines.append(
             f"{unit['unit']:28} {unit['params'] / 1e6:9.3f} {unit['kld_alone']:10.2e} "
             f"{now:10.2e}  {unit['format']}"
         )
-    return lines
+    params = sum(unit["params"] for unit in record["units"]) / 1e6
+    return [*lines, f"{'together':28} {params:9.3f} {'':10} {total:10.2e}"]
 
 
 def unit_of(name: str) -> str | None:

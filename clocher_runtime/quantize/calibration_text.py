@@ -35,6 +35,12 @@ class Text(NamedTuple):
         yield slice(start, start + sum(lengths)), tuple(lengths)
 
 
+def some(sequences: Sequence[Sequence[int]], tokens: int) -> Sequence[Sequence[int]]:
+    """Return sequences of about so many tokens, at least two, from all over a text."""
+    count = min(max(2, tokens // max(map(len, sequences), default=1)), len(sequences))
+    return [sequences[i * len(sequences) // count] for i in range(count)]
+
+
 def make_text(
     sequences: Sequence[Sequence[int]], seed: int = 0, held_out: float = _HELD_OUT
 ) -> Text:
