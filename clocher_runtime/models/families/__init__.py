@@ -115,13 +115,10 @@ def rows_of(spec: ModelSpec, kind: str, source: str, need: Need) -> Rows:
         return slice(start, start + count)
     if kind == "halves":
         return np.arange(count).reshape(2, -1).T.reshape(-1)
-    if kind in ("q_paired", "k_paired"):
-        start = 0 if kind == "q_paired" else q
-        return start + np.asarray(rows_of(spec, "paired", source, need))
-    if kind == "paired":
-        rows = np.arange(count).reshape(-1, spec.head_dim)
-        halves: np.ndarray = np.concatenate([rows[:, 0::2], rows[:, 1::2]], axis=1)
-        return np.asarray(halves.reshape(-1))
+    if kind in ("paired", "q_paired", "k_paired"):
+        start = q if kind == "k_paired" else 0
+        rows = np.arange(start, start + count).reshape(-1, spec.head_dim)
+        return np.hstack([rows[:, 0::2], rows[:, 1::2]]).reshape(-1)
     return None if kind == "all" else _latent_rows(spec, kind)
 
 
