@@ -129,20 +129,16 @@ def _latent_rows(spec: ModelSpec, kind: str) -> Rows:
     turned = np.arange(mla.rotated)
     if mla.paired:
         turned = np.concatenate([turned[0::2], turned[1::2]])
-    heads = np.arange(spec.num_heads)[:, None]
-    size = mla.plain + mla.value
     if kind == "mla_latent":
         return slice(0, mla.rank)
     if kind == "mla_rope":
         return np.asarray(mla.rank + turned)
+    plain, size = np.arange(mla.plain), mla.plain + mla.value
     if kind == "mla_q":
-        order = np.concatenate([mla.plain + turned, np.arange(mla.plain)])
-        rows = heads * (mla.plain + mla.rotated) + order
+        size, order = mla.plain + mla.rotated, np.concatenate([mla.plain + turned, plain])
     else:
-        rows = heads * size + (
-            np.arange(mla.plain) if kind == "mla_k" else np.arange(mla.plain, size)
-        )
-    return np.asarray(rows.reshape(-1))
+        order = plain if kind == "mla_k" else np.arange(mla.plain, size)
+    return np.asarray((np.arange(spec.num_heads)[:, None] * size + order).reshape(-1))
 
 
 def each_expert(
