@@ -209,9 +209,9 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
         return dict(config)
     if not isinstance(inner, dict):
         raise FormatError(f"{WHERE}: text_config is {shown(inner)}; expected an object")
-    names = _architectures(config)
+    stated = _architecture(config)
     known = _by_model_type(str(inner.get("model_type")).removesuffix("_text"))
-    name = known if known in FAMILIES else _WRAPPERS.get(names[0], names[0])
+    name = known if known in FAMILIES else _WRAPPERS.get(stated, stated)
     outer = {key: config[key] for key in _SHARED if config.get(key) is not None}
     # transformers ties multimodal models by the outer setting.
     if "tie_word_embeddings" in config:
@@ -236,7 +236,7 @@ def spec_from_config(config: Mapping[str, Any]) -> ModelSpec:
 
 def family_of(config: Mapping[str, Any]) -> Family:
     """Return the family that a config.json names. Raises UnsupportedModel, FormatError."""
-    name = _architectures(config)[0]
+    name = _architecture(config)
     module = FAMILIES.get(name)
     if module is None:
         listed = ", ".join(sorted(each.removesuffix("ForCausalLM") for each in FAMILIES))
@@ -253,17 +253,14 @@ def _stated_name(config: Mapping[str, Any]) -> str:
     return str(names[0]) if isinstance(names, list) and names else ""
 
 
-def _architectures(config: Mapping[str, Any]) -> list[str]:
+def _architecture(config: Mapping[str, Any]) -> str:
+    """Return the one stated; "LlamaForCausalLM" for "LlamaModel", saved without its head."""
     names = config.get("architectures")
     if names is None:
         names = [_by_model_type(str(config.get("model_type")))]
     if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
         raise FormatError(f"{WHERE}: architectures is {shown(names)}; expected a list of one name")
-    return [_with_head(names[0])]
-
-
-def _with_head(name: str) -> str:
-    """Return "LlamaForCausalLM" for "LlamaModel", a model saved without its head."""
+    name = names[0]
     whole = f"{name.removesuffix('Model')}ForCausalLM"
     return whole if name.endswith("Model") and whole in FAMILIES else name
 
