@@ -1,6 +1,6 @@
 """Element types, their little-endian NumPy storage (bf16, fp8: unsigned), and fp32 conversion."""
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -97,7 +97,6 @@ E8M0_VALUES = np.append(np.ldexp(np.float32(1), np.arange(255) - 127), np.nan).a
 """Value of each e8m0 code, fp32 [256]: 2^(code - 127), and NaN for 255."""
 
 _TABLES = {"e4m3": E4M3_VALUES, "e5m2": E5M2_VALUES, "e8m0": E8M0_VALUES}
-_MINIFLOATS = {"e4m3": _E4M3, "e5m2": _E5M2}
 
 LARGEST: dict[str, float] = {
     "f32": float(np.finfo(np.float32).max),
@@ -152,14 +151,7 @@ def from_f32(values: np.ndarray, dtype: str) -> np.ndarray:
     if dtype == "f16":
         with np.errstate(over="ignore"):
             return values.astype(np.float16)
-    values = np.asarray(values, order="C")
-    out = np.empty(values.shape, STORAGE[dtype])
-    for source, target in _pieces(values, out):
-        if dtype == "bf16":
-            target[:] = _encode_bf16(source)
-        else:
-            target[:] = _MINIFLOATS[dtype].encode(source)
-    return out
+    return _by_pieces(_ENCODERS[dtype], values, STORAGE[dtype])
 
 
 def encode_e2m1(values: np.ndarray) -> np.ndarray:
@@ -167,11 +159,7 @@ def encode_e2m1(values: np.ndarray) -> np.ndarray:
 
     Nearest even, saturating at 6; bit 3 is the sign, also of zero. Callers must reject NaN.
     """
-    values = np.asarray(values, dtype=np.float32, order="C")
-    out = np.empty(values.shape, np.uint8)
-    for source, target in _pieces(values, out):
-        target[:] = _E2M1.encode(source)
-    return out
+    return _by_pieces(_E2M1.encode, np.asarray(values, dtype=np.float32), np.dtype(np.uint8))
 
 
 def look_up(table: np.ndarray, codes: np.ndarray) -> np.ndarray:
@@ -192,8 +180,14 @@ def _encode_bf16(values: np.ndarray) -> np.ndarray:
     return np.where(np.isnan(values), (bits >> 16) | 0x40, rounded)
 
 
-def _pieces(source: np.ndarray, target: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    source, target = source.reshape(-1), target.reshape(-1)
-    for start in range(0, source.size, _PIECE):
-        piece = slice(start, start + _PIECE)
-        yield source[piece], target[piece]
+_ENCODERS = {"bf16": _encode_bf16, "e4m3": _E4M3.encode, "e5m2": _E5M2.encode}
+
+
+def _by_pieces(
+    encode: Callable[[np.ndarray], np.ndarray], values: np.ndarray, storage: np.dtype
+) -> np.ndarray:
+    """Return the codes of fp32 values, encoded a piece at a time, which stays in cache."""
+    flat, out = values.ravel(), np.empty(values.size, storage)
+    for start in range(0, flat.size, _PIECE):
+        out[start : start + _PIECE] = encode(flat[start : start + _PIECE])
+    return out.reshape(values.shape)

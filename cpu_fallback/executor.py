@@ -3,7 +3,6 @@
 First: which weights of a Plan are packed into tiles, or copied into large pages, before it runs.
 """
 
-import math
 from collections.abc import Generator, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -302,15 +301,13 @@ def _tapes(
 
 
 def _allocate(buffer: Buffer) -> np.ndarray:
-    storage = STORAGE[buffer.dtype]
-    nbytes = math.prod(buffer.shape) * storage.itemsize
     # A step reads a cache like weights: from end to end. Small pages would cost it a third.
     make = aligned
-    if buffer.role == "state" and nbytes >= large_pages.HUGE:
+    if buffer.role == "state" and buffer.nbytes >= large_pages.HUGE:
         # The first token touches all of a small one.
-        is_small = nbytes <= 2 * large_pages.HUGE
+        is_small = buffer.nbytes <= 2 * large_pages.HUGE
         make = large_pages.fetched if is_small else large_pages.allocate
-    return make(nbytes).view(storage).reshape(buffer.shape)
+    return make(buffer.nbytes).view(STORAGE[buffer.dtype]).reshape(buffer.shape)
 
 
 def _kernels(launches: list[Launch]) -> Iterator[Kernel]:

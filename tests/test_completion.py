@@ -13,7 +13,7 @@ import clocher_runtime
 from clocher_kernels.errors import UsageError
 from clocher_runtime.api import LanguageModel
 from clocher_runtime.engine.arguments import Sampling
-from clocher_runtime.engine.requests import sample_on_host
+from clocher_runtime.engine.requests import OutputQueue, Request
 from clocher_runtime.text.tokenizer import Tokenizer
 
 PROMPT = "def read_lines(path):"
@@ -175,23 +175,25 @@ def test_log_probabilities_are_those_before_penalties_and_biases(model: Language
         assert each.logprob == pytest.approx(expected, abs=1e-6)
 
 
+def draw(logits: np.ndarray, ids: list[int], prompt: int, number: int, sampling: Sampling) -> int:
+    made = len(ids) - prompt
+    request = Request(queue=OutputQueue(1), ids=ids, made=made, sampling=sampling)
+    return request.draw(logits, number)
+
+
 def test_drawing_follows_the_formulas() -> None:
     logits = np.array([2.0, 1.5, -1.0, 0.0], np.float32)
     seen = [0, 2, 0, 2]
-    assert (
-        sample_on_host(logits, seen, 2, 2, Sampling(repetition_penalty=2.0)) == 1
-    )  # 2/2, 1.5, -2, 0
-    assert sample_on_host(logits, seen, 2, 2, Sampling(presence_penalty=0.6)) == 1
-    assert (
-        sample_on_host(logits, seen, 4, 0, Sampling(presence_penalty=0.6)) == 0
-    )  # nothing made yet
-    assert sample_on_host(logits, [0, 0, 1], 0, 3, Sampling(frequency_penalty=0.3)) == 0  # 1.4, 1.2
-    assert sample_on_host(logits, [0, 0, 0], 0, 3, Sampling(frequency_penalty=0.3)) == 1  # 1.1, 1.5
-    assert sample_on_host(logits, [], 0, 0, Sampling(logit_bias={3: 9})) == 3
-    hot = {sample_on_host(logits, [], 0, i, Sampling(temperature=1, min_p=0.5)) for i in range(200)}
+    assert draw(logits, seen, 2, 2, Sampling(repetition_penalty=2.0)) == 1  # 2/2, 1.5, -2, 0
+    assert draw(logits, seen, 2, 2, Sampling(presence_penalty=0.6)) == 1
+    assert draw(logits, seen, 4, 0, Sampling(presence_penalty=0.6)) == 0  # nothing made yet
+    assert draw(logits, [0, 0, 1], 0, 3, Sampling(frequency_penalty=0.3)) == 0  # 1.4, 1.2
+    assert draw(logits, [0, 0, 0], 0, 3, Sampling(frequency_penalty=0.3)) == 1  # 1.1, 1.5
+    assert draw(logits, [], 0, 0, Sampling(logit_bias={3: 9})) == 3
+    hot = {draw(logits, [], 0, i, Sampling(temperature=1, min_p=0.5)) for i in range(200)}
     assert hot == {0, 1}  # exp(-0.5) = 0.61, exp(-2) = 0.14
     shares = np.bincount(
-        [sample_on_host(logits, [], 0, i, Sampling(temperature=1, min_p=1e-9)) for i in range(4000)]
+        [draw(logits, [], 0, i, Sampling(temperature=1, min_p=1e-9)) for i in range(4000)]
     )
     expected = np.exp(logits) / np.exp(logits).sum()
     assert np.allclose(shares / 4000, expected, atol=0.03)
@@ -200,7 +202,7 @@ def test_drawing_follows_the_formulas() -> None:
         row[: 3 - len(ids)] = -np.inf
         return row
 
-    assert sample_on_host(logits, [0], 0, 1, Sampling(processors=[only], temperature=1)) in (2, 3)
+    assert draw(logits, [0], 0, 1, Sampling(processors=[only], temperature=1)) in (2, 3)
 
 
 @pytest.mark.parametrize(

@@ -268,10 +268,6 @@ def _tq1_0(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return np.ones((len(blocks), 1), np.uint8), digits
 
 
-def _fields(*fields: tuple[str, str] | tuple[str, str, int]) -> np.dtype:
-    return np.dtype(list(fields))
-
-
 def _at(nbytes: int, **places: int) -> np.dtype:
     """Return fields of f16 at these bytes."""
     names, offsets = list(places), list(places.values())
@@ -325,27 +321,29 @@ KINDS = {
     ),
     "iq3_s": Kind(
         256,
-        _fields(_D, ("qs", "u1", 64), ("qh", "u1", 8), ("signs", "u1", 32), ("scales", "u1", 4)),
+        np.dtype([_D, ("qs", "u1", 64), ("qh", "u1", 8), ("signs", "u1", 32), ("scales", "u1", 4)]),
         grid=_iq3_s,
     ),
     "iq3_xxs": Kind(
         256,
-        _fields(_D, ("qs", "u1", 64), ("scales_and_signs", "<u4", 8)),
+        np.dtype([_D, ("qs", "u1", 64), ("scales_and_signs", "<u4", 8)]),
         grid=_iq3_xxs,
         factor=0.25,
     ),
-    "iq2_xxs": Kind(256, _fields(_D, ("words", "<u4", 16)), grid=_iq2_xxs, factor=0.125),
+    "iq2_xxs": Kind(256, np.dtype([_D, ("words", "<u4", 16)]), grid=_iq2_xxs, factor=0.125),
     "iq2_xs": Kind(
-        256, _fields(_D, ("qs", "<u2", 32), ("scales", "u1", 8)), grid=_iq2_xs, factor=0.125
+        256, np.dtype([_D, ("qs", "<u2", 32), ("scales", "u1", 8)]), grid=_iq2_xs, factor=0.125
     ),
     "iq2_s": Kind(
         256,
-        _fields(_D, ("qs", "u1", 32), ("signs", "u1", 32), ("qh", "u1", 8), ("scales", "u1", 8)),
+        np.dtype([_D, ("qs", "u1", 32), ("signs", "u1", 32), ("qh", "u1", 8), ("scales", "u1", 8)]),
         grid=_iq2_s,
         factor=0.125,
     ),
-    "iq1_s": Kind(256, _fields(_D, ("qs", "u1", 32), ("qh", "<u2", 8)), grid=_iq1_s, factor=0.125),
-    "tq1_0": Kind(256, _fields(("qs", "u1", 48), ("qh", "u1", 4), _D), run=256, grid=_tq1_0),
+    "iq1_s": Kind(
+        256, np.dtype([_D, ("qs", "u1", 32), ("qh", "<u2", 8)]), grid=_iq1_s, factor=0.125
+    ),
+    "tq1_0": Kind(256, np.dtype([("qs", "u1", 48), ("qh", "u1", 4), _D]), run=256, grid=_tq1_0),
 }
 """Name -> type."""
 

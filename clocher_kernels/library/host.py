@@ -5,7 +5,6 @@ import os
 import threading
 from collections.abc import Mapping, Sequence
 from functools import cache
-from math import prod
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,7 @@ from clocher_kernels.formats.base import Format
 from clocher_kernels.ops.cases import case_plan
 from clocher_kernels.ops.contract import Case, OpSpec, Param, Value, dtype_of, rows_of
 from clocher_kernels.ops.rewrite import quantize_activations, quantize_for_ternary, rotate
-from clocher_kernels.plan import Attr, Plan
+from clocher_kernels.plan import Attr, Buffer, Plan
 from clocher_kernels.quant_tensor import QuantTensor
 from cpu_fallback.executor import CpuExecutor
 from cpu_fallback.team.openmp import OpenMP
@@ -129,13 +128,12 @@ class Host:
         )
         self._memory: dict[str, np.ndarray] = {}
 
-    def room(self, name: str, shape: tuple[int, ...], dtype: str) -> np.ndarray:
+    def room(self, name: str, buffer: Buffer) -> np.ndarray:
         """Return an array for a buffer; those of one name share memory."""
-        storage = STORAGE[dtype]
-        nbytes = prod(shape) * storage.itemsize
-        if name not in self._memory or self._memory[name].nbytes < nbytes:
-            self._memory[name] = aligned(nbytes)
-        return self._memory[name][:nbytes].view(storage).reshape(shape)
+        if name not in self._memory or self._memory[name].nbytes < buffer.nbytes:
+            self._memory[name] = aligned(buffer.nbytes)
+        memory = self._memory[name][: buffer.nbytes]
+        return memory.view(STORAGE[buffer.dtype]).reshape(buffer.shape)
 
 
 @cache
@@ -160,7 +158,7 @@ class BoundOp:
         for name, buffer in plan.buffers.items():
             there = values.get(name)
             own = isinstance(there, np.ndarray)
-            memory[name] = there if own else team.room(name, buffer.shape, buffer.dtype)  # type: ignore[assignment]
+            memory[name] = there if own else team.room(name, buffer)  # type: ignore[assignment]
         weights = {name: values[name] for name in plan.weights}
         self._executor = CpuExecutor(
             plan, weights, team.executor._team.threads, beside=team.executor, memory=memory

@@ -205,6 +205,8 @@ def gather_rows(
     y[...] = x[nearest(rows, len(x))]
 
 
+_RESIDUAL = {"residual": True}
+
 SPECS = (
     OpSpec(
         rms_norm,
@@ -214,13 +216,7 @@ SPECS = (
             Case("heads-m3-d32", {"M": 3, "F": 160, "D": 32}, {"eps": 1e-6}),
             Case("heads-m2-d20", {"M": 2, "F": 60, "D": 20}, {"eps": 1e-6}),
             *(
-                Case(
-                    f"residual-m3-d{d}",
-                    {"M": 3, "F": d, "D": d},
-                    {"eps": 1e-6},
-                    {},
-                    {"residual": 1},
-                )
+                Case(f"residual-m3-d{d}", {"M": 3, "F": d, "D": d}, {"eps": 1e-6}, {}, _RESIDUAL)
                 for d in (100, 256)
             ),
         ),

@@ -26,6 +26,7 @@ from clocher_kernels.ops.linear import (
     wide,
 )
 from clocher_kernels.ops.quantize import BITNET, groups_of, quantize
+from clocher_kernels.plan import Attr
 
 Array = np.ndarray
 
@@ -196,19 +197,12 @@ def _make_activations(case: Case, rng: "np.random.Generator") -> dict[str, Value
     return found
 
 
-_SHARES = {"topk": (0.6, 0.6), "adaptive": (1.0, 0.5)}
-
-
-def _dropping(name: str, m: int, k: int) -> Case:
-    sizes = {"M": m, "K": k, **({"T": 1} if name == "threshold" else {})}
-    most, least = _SHARES.get(name, (1.0, 1.0))
-    return Case(
-        f"{name}-m{m}-k{k}",
-        sizes,
-        {} if name == "threshold" else {"most": most, "least": least},
-        options={"threshold": True} if name == "threshold" else {},
-        missing=_NOT_ON,
-    )
+_DROPS: dict[str, tuple[dict[str, int], dict[str, Attr], dict[str, bool]]] = {
+    "threshold": ({"T": 1}, {}, {"threshold": True}),
+    "topk": ({}, {"most": 0.6, "least": 0.6}, {}),
+    "adaptive": ({}, {"most": 1.0, "least": 0.5}, {}),
+}
+"""How a case drops: its own sizes, attributes, options."""
 
 
 SPECS = (
@@ -225,8 +219,10 @@ SPECS = (
     OpSpec(
         drop_small,
         tuple(
-            _dropping(name, m, k)
-            for name in ("threshold", "topk", "adaptive")
+            Case(
+                f"{name}-m{m}-k{k}", {"M": m, "K": k, **sizes}, attrs, {}, options, missing=_NOT_ON
+            )
+            for name, (sizes, attrs, options) in _DROPS.items()
             for m, k in ((1, 256), (5, 100), (3, 37))
         ),
         EXACT,

@@ -9,7 +9,7 @@ import numpy as np
 from clocher_kernels.errors import UsageError
 from clocher_kernels.ops.sampling import NO_TOKEN
 from clocher_runtime.diffusion.canvas import Canvas, Draw, Rule, rule_of
-from clocher_runtime.engine.requests import Request, Snapshot, Token, sample_on_host
+from clocher_runtime.engine.requests import Request, Snapshot, Token
 from clocher_runtime.models.spec import BlockDiffusion
 from clocher_runtime.speculation.draft import Draft
 
@@ -117,13 +117,11 @@ class Denoise(Request):
         return made
 
     def _draw(self) -> Draw | None:
-        sampling, prompt = self.sampling, len(self.ids) - self.made
-        first = self.text_end - prompt  # a position is drawn with its own number
+        sampling = self.sampling
+        first = self.text_end - len(self.ids) + self.made  # a position is drawn with its own number
         if not (sampling.temperature or self.edits or sampling.on_host):
             return None
-        return lambda row, at: sample_on_host(
-            row, self.ids, prompt, max(first + at, 0), sampling, None, self.edits
-        )
+        return lambda row, at: self.draw(row, max(first + at, 0))
 
 
 @dataclass(frozen=True, slots=True)

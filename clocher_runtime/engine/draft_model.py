@@ -132,12 +132,7 @@ class SequenceReader:
         self, model: DraftModel, ids: Sequence[int], sampling: Sampling, salt: bytes
     ) -> None:
         self._model = model
-        on_device = Sampling(
-            temperature=sampling.temperature,
-            top_k=sampling.top_k,
-            top_p=sampling.top_p,
-            seed=sampling.seed,
-        )
+        on_device = Sampling(sampling.temperature, sampling.top_k, sampling.top_p, sampling.seed)
         self.request = Request(
             ids=[], salt=salt, queue=OutputQueue(1), sampling=on_device, made=-len(ids)
         )

@@ -165,11 +165,6 @@ class Forwards:
         if self.speculator is not None and measure:
             self.speculator.costs.measure(self.blank)
 
-    def stage(self, parts: list[Part]) -> tuple[int, int]:
-        """Write the inputs of a forward; return its tokens and output rows."""
-        self._pages.changed = False
-        return self._inputs.stage(parts)
-
     def run(self, parts: list[Part], stays: bool = False) -> int:
         """Execute a forward and put its tokens into the output queues; return those computed.
 
@@ -277,7 +272,8 @@ class Forwards:
         if alone and self._staged == requests:
             self._send_tables()
             return len(parts), len(parts)
-        size = self.stage(parts)
+        self._pages.changed = False
+        size = self._inputs.stage(parts)
         # Constraints and penalties change after each token, which only the host knows.
         goes_on = alone and all(r.constraint is None and not r.sampling.penalises for r in requests)
         self._staged = requests if goes_on else []

@@ -195,8 +195,28 @@ class Request(Cached):
         if self.constraint is not None:
             mask = np.zeros(words_for(logits.size), np.uint32)
             self.constraint.fill(mask)
-        prompt = len(self.ids) - self.made
-        return sample_on_host(logits, self.ids, prompt, self.made, self.sampling, mask, self.edits)
+        return self.draw(logits, self.made, mask)
+
+    def draw(self, logits: np.ndarray, number: int, mask: np.ndarray | None = None) -> int:
+        """Return a token drawn on the host from logits, [V] fp32. Raises UsageError.
+
+        Processors act after the edits and before the other steps of the sampling op. Deterministic
+        in seed, `number` and logits.
+        """
+        sampling, edits = self.sampling, self.edits
+        if edits is None:
+            row = logits.copy()
+        else:
+            row = edited(logits, edits.ids[: edits.count], edits.values[: edits.count])
+        for process in sampling.processors:
+            row = _processed(process(list(self.ids), row), row.shape)
+        cuts = sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p
+        token = choose(row, mask, *cuts, sampling.seed, number)
+        if token == NO_TOKEN:
+            raise UsageError("logits processors made infinite logits; only -inf is allowed")
+        if token == NONE_ALLOWED:
+            raise UsageError(_NONE_LEFT)
+        return token
 
     def advance(self, sampled: Sequence[int], logits: np.ndarray | None) -> list[Token]:
         """Take the drawn tokens as far as the draft was right; return them.
@@ -295,33 +315,6 @@ class Score(Request):
         except Exception as error:
             self.queue.error = error
         self.is_done = first + len(found) == len(self.ids)
-
-
-def sample_on_host(
-    logits: np.ndarray,
-    ids: Sequence[int],
-    prompt: int,
-    made: int,
-    sampling: Sampling,
-    mask: np.ndarray | None = None,
-    edits: Edits | None = None,
-) -> int:
-    """Return a token drawn from logits, [V] fp32; `edits`: those of the ids. Raises UsageError.
-
-    Processors act after the edits and before the other steps of the sampling op. Deterministic in
-    seed, `made` and logits.
-    """
-    edits = edits or Edits(sampling, ids, prompt)
-    row = edited(logits, edits.ids[: edits.count], edits.values[: edits.count])
-    for process in sampling.processors:
-        row = _processed(process(list(ids), row), row.shape)
-    cuts = sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p
-    token = choose(row, mask, *cuts, sampling.seed, made)
-    if token == NO_TOKEN:
-        raise UsageError("logits processors made infinite logits; only -inf is allowed")
-    if token == NONE_ALLOWED:
-        raise UsageError(_NONE_LEFT)
-    return token
 
 
 def _processed(row: object, shape: tuple[int, ...]) -> np.ndarray:

@@ -141,16 +141,14 @@ def _table(stream: Stream, values: np.ndarray) -> np.ndarray:
     if stream.mode == "trits":
         digits = np.arange(3**TRITS)[:, None] // 3 ** np.arange(TRITS) % 3
         # Rows of 8 are copied much faster than rows of 5.
-        digits = np.pad(digits, ((0, 0), (0, 8 - TRITS)))
-        table: np.ndarray = values[np.minimum(digits, len(values) - 1)]
-        return table
-    if stream.mode != "code":
+        places = np.pad(digits, ((0, 0), (0, 8 - TRITS)))
+    elif stream.mode == "code":
+        width = stream.width
+        bits = 12 if width == 3 else 8
+        places = np.arange(1 << bits)[:, None] >> np.arange(0, bits, width) & ((1 << width) - 1)
+    else:
         return values
-    width = stream.width
-    bits = 12 if width == 3 else 8
-    codes = np.arange(1 << bits)[:, None] >> np.arange(0, bits, width) & ((1 << width) - 1)
-    table = values[np.minimum(codes, len(values) - 1)]
-    return table
+    return np.asarray(values[np.minimum(places, len(values) - 1)])
 
 
 def _index(codes: np.ndarray, width: int) -> np.ndarray:

@@ -115,13 +115,10 @@ def rows_of(spec: ModelSpec, kind: str, source: str, need: Need) -> Rows:
         return slice(start, start + count)
     if kind == "halves":
         return np.arange(count).reshape(2, -1).T.reshape(-1)
-    if kind in ("q_paired", "k_paired"):
-        start = 0 if kind == "q_paired" else q
-        return start + np.asarray(rows_of(spec, "paired", source, need))
-    if kind == "paired":
-        rows = np.arange(count).reshape(-1, spec.head_dim)
-        halves: np.ndarray = np.concatenate([rows[:, 0::2], rows[:, 1::2]], axis=1)
-        return np.asarray(halves.reshape(-1))
+    if kind in ("paired", "q_paired", "k_paired"):
+        start = q if kind == "k_paired" else 0
+        rows = np.arange(start, start + count).reshape(-1, spec.head_dim)
+        return np.hstack([rows[:, 0::2], rows[:, 1::2]]).reshape(-1)
     return None if kind == "all" else _latent_rows(spec, kind)
 
 
@@ -132,20 +129,16 @@ def _latent_rows(spec: ModelSpec, kind: str) -> Rows:
     turned = np.arange(mla.rotated)
     if mla.paired:
         turned = np.concatenate([turned[0::2], turned[1::2]])
-    heads = np.arange(spec.num_heads)[:, None]
-    size = mla.plain + mla.value
     if kind == "mla_latent":
         return slice(0, mla.rank)
     if kind == "mla_rope":
         return np.asarray(mla.rank + turned)
+    plain, size = np.arange(mla.plain), mla.plain + mla.value
     if kind == "mla_q":
-        order = np.concatenate([mla.plain + turned, np.arange(mla.plain)])
-        rows = heads * (mla.plain + mla.rotated) + order
+        size, order = mla.plain + mla.rotated, np.concatenate([mla.plain + turned, plain])
     else:
-        rows = heads * size + (
-            np.arange(mla.plain) if kind == "mla_k" else np.arange(mla.plain, size)
-        )
-    return np.asarray(rows.reshape(-1))
+        order = plain if kind == "mla_k" else np.arange(mla.plain, size)
+    return np.asarray((np.arange(spec.num_heads)[:, None] * size + order).reshape(-1))
 
 
 def each_expert(
@@ -216,9 +209,9 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
         return dict(config)
     if not isinstance(inner, dict):
         raise FormatError(f"{WHERE}: text_config is {shown(inner)}; expected an object")
-    names = _architectures(config)
+    stated = _architecture(config)
     known = _by_model_type(str(inner.get("model_type")).removesuffix("_text"))
-    name = known if known in FAMILIES else _WRAPPERS.get(names[0], names[0])
+    name = known if known in FAMILIES else _WRAPPERS.get(stated, stated)
     outer = {key: config[key] for key in _SHARED if config.get(key) is not None}
     # transformers ties multimodal models by the outer setting.
     if "tie_word_embeddings" in config:
@@ -243,7 +236,7 @@ def spec_from_config(config: Mapping[str, Any]) -> ModelSpec:
 
 def family_of(config: Mapping[str, Any]) -> Family:
     """Return the family that a config.json names. Raises UnsupportedModel, FormatError."""
-    name = _architectures(config)[0]
+    name = _architecture(config)
     module = FAMILIES.get(name)
     if module is None:
         listed = ", ".join(sorted(each.removesuffix("ForCausalLM") for each in FAMILIES))
@@ -260,17 +253,14 @@ def _stated_name(config: Mapping[str, Any]) -> str:
     return str(names[0]) if isinstance(names, list) and names else ""
 
 
-def _architectures(config: Mapping[str, Any]) -> list[str]:
+def _architecture(config: Mapping[str, Any]) -> str:
+    """Return the one stated; "LlamaForCausalLM" for "LlamaModel", saved without its head."""
     names = config.get("architectures")
     if names is None:
         names = [_by_model_type(str(config.get("model_type")))]
     if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
         raise FormatError(f"{WHERE}: architectures is {shown(names)}; expected a list of one name")
-    return [_with_head(names[0])]
-
-
-def _with_head(name: str) -> str:
-    """Return "LlamaForCausalLM" for "LlamaModel", a model saved without its head."""
+    name = names[0]
     whole = f"{name.removesuffix('Model')}ForCausalLM"
     return whole if name.endswith("Model") and whole in FAMILIES else name
 
