@@ -91,6 +91,14 @@ def test_a_draft_model_changes_no_token(
         assert len(draft_of(session).pages.slots) == batch
 
 
+def test_it_drops_what_the_request_drops(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(draft_model, "_READ", 256)
+    with session_of(model_of("llama"), itl_ms=60_000) as session:
+        texts_of(session, Sampling(temperature=1.0, min_p=0.3, seed=5))
+        counts = speculator_of(session).counts
+        assert counts.accepted == counts.drafted > 0.7 * counts.tokens
+
+
 @pytest.mark.parametrize("sampling", ["greedy", "T=1"])
 def test_its_guesses_obey_a_constraint(sampling: str) -> None:
     chosen = SAMPLINGS[sampling]

@@ -132,7 +132,8 @@ class SequenceReader:
         self, model: DraftModel, ids: Sequence[int], sampling: Sampling, salt: bytes
     ) -> None:
         self._model = model
-        on_device = Sampling(sampling.temperature, sampling.top_k, sampling.top_p, sampling.seed)
+        cuts = sampling.temperature, sampling.top_k, sampling.top_p
+        on_device = Sampling(*cuts, seed=sampling.seed, min_p=sampling.min_p)
         self.request = Request(
             ids=[], salt=salt, queue=OutputQueue(1), sampling=on_device, made=-len(ids)
         )
