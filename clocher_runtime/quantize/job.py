@@ -45,8 +45,9 @@ MANIFEST = "q4_manifest.json"
 """Records, beside an IEBIN, what `clocher quantize` did to each tensor, and how good it is."""
 
 ALIKE = (
-    "every token of the calibration text counts alike: gradients, which say how much each does, "
-    "need a model without experts, sinks and caps of attention"
+    "gradients, which say how much a token of the calibration text counts and what a format costs, "
+    "need a model without experts, sinks and caps of attention: tokens count alike, costs are "
+    "measured"
 )
 
 _FEW_BITS = 4.0
