@@ -192,7 +192,7 @@ def experiment(
 
     def decorate(measure: Callable[[Any], Iterable[Row]]) -> click.Command:
         def run(console: Console, out: Path | None, **values: Any) -> int:
-            words = without_directories(click.get_current_context().meta[__name__])
+            words = without_directories([*console.words])
             about = {"kind": kind, "command": shlex.join(["python", "-m", "bench", kind, *words])}
             rows: list[Row] = []
             terminal = rich.console.Console(stderr=True)
@@ -219,12 +219,6 @@ def experiment(
             params.insert(-1, option("--rounds", COUNT, default=rounds))
         codes = {ExitCode.BUG: "a result was wrong or cannot be measured", **exit_codes}
         more = {"params": params, "callback": click.pass_obj(run), "exit_codes": codes}
-        return _Case(f"python -m bench {kind}", text_of(text), **more)
+        return Command(f"python -m bench {kind}", text_of(text), **more)
 
     return decorate
-
-
-class _Case(Command):
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        ctx.meta[__name__] = list(args)
-        return super().parse_args(ctx, args)

@@ -23,18 +23,6 @@ _CONTROL = dict.fromkeys(
 _TICKS = (0.5, 1, 1.5, 2, 3, 4, 6, 8, 10)
 
 PAGE, PLOT = "PERFORMANCE.md", "plots/beside-peers.svg"
-NOTE = "<!-- Written by scripts/update_performance_md.py from bench/results. Do not edit. -->"
-_INTRO = (
-    NOTE,
-    "Measured on two cores of shared virtual machines. Every figure comes from a file in "
-    "[bench/results](../bench/results), which also has the command that made it and the samples; "
-    "but for published files the models are small or shortened, have published shapes and random "
-    "weights. Brackets hold 95 % intervals. [benchmarking.md](benchmarking.md) says how speed is "
-    "measured, "
-    "[measured-facts.md](measured-facts.md) what else was learnt, `clocher bench MODEL` measures "
-    "your machine.",
-    f"![How many times as fast as llama.cpp, with 95 % intervals]({PLOT})",
-)
 _BESIDE = (
     "model | test | ISA = {isa} | tok/s = {ours:.4g} | peer | its tok/s = {tok_s:.4g} | "
     "times as fast = {ratio:.2f} [{ratio_low:.2f}, {ratio_high:.2f}] | file = `{file}`"
@@ -46,12 +34,6 @@ _DECODED = (
 _RUNS = (
     "cell | tok/s [95 %] = {speed} | MB/token = {bytes_per_token} | MB touched = {bytes_touched} | "
     "coverage | effective GB/s = {effective_gbps} | peak MiB = {rss_peak_mb} | file = `{file}`"
-)
-_REAL = (
-    "KLD is the KL divergence, nats per token, from the weights of the file in fp32, same top-1 "
-    "the share of tokens where both have the same first choice. The text is Wikipedia's paragraphs "
-    "in SQuAD, turns are GSM8K's questions and answers in the model's chat template, if it has "
-    "one; MMLU is asked without examples. `±` is a standard error."
 )
 _TITLE, _LABEL = "Clocher beside llama.cpp, same weights", "times as fast, 95 % interval"
 SHOWN = {
@@ -93,10 +75,10 @@ def chart(title: str, label: str, bars: Sequence[tuple[str, float, float, float]
 
 
 def filled(template: str, **values: Any) -> str:
-    """Return a template of this folder with values in it, which are escaped."""
+    """Return a template of this folder with values in it, escaped unless it is Markdown."""
     jinja = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
+        autoescape=lambda name: not str(name).endswith(".md"),
         undefined=StrictUndefined,
         keep_trailing_newline=True,
     )
@@ -122,25 +104,25 @@ def render(folder: Path) -> dict[str, str]:
     """Return the page of a folder of result files, and its plot, by their paths in docs."""
     files = record.read_folder(folder)
     peers = _peers(files)
-    turns = "Same weights, same threads, in turns; tg is decoding, pp reading a prompt."
-    real = record.table(record.KINDS["real"].columns, _newest(files))
-    decoded = record.table(_DECODED, _decodes(files))
     newest = {file.name[10:]: file for file in files if file.kind == "harness"}.values()
     runs = [t for file in newest for t in cells_tables(group(file.rows), _RUNS, file=file.name)]
-    sections = [
-        Section("Beside other engines", (turns,), (record.table(_BESIDE, peers),)),
-        Section("Published files", (_REAL,), (real,)),
-        Section("Decoding, beside the read bandwidth of the memory", (), (decoded,)),
-        Section("Runs of make bench", (), tuple(runs)),
-    ]
-    found = [section for section in sections if any(each.rows for each in section.tables)]
+
+    def shown(*tables: record.Table) -> str:
+        return "\n\n".join(_markdown_table(each) for each in tables if each.rows)
+
+    texts = {
+        "beside": shown(record.table(_BESIDE, peers)),
+        "real": shown(record.table(record.KINDS["real"].columns, _newest(files))),
+        "decoded": shown(record.table(_DECODED, _decodes(files))),
+        "runs": shown(*runs),
+    }
     bars = [
         (f"{model} {row['test']}, {row['isa']}", *(row[key] for key in _RATIO))
         for model, stored in SHOWN.items()
         for row in reversed(peers)
         if (row["model"], row["peer"]) == (model, f"llama.cpp {stored}")
     ]
-    page = {PAGE: markdown("Performance", _INTRO if bars else _INTRO[:-1], found)}
+    page = {PAGE: filled("performance.md", plot=PLOT, bars=bars, **texts)}
     return page | ({PLOT: chart(_TITLE, _LABEL, bars)} if bars else {})
 
 

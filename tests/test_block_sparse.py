@@ -197,7 +197,7 @@ def test_a_converted_model_computes_what_the_pruned_one_would(tmp_path: Path) ->
 
 def test_what_would_grow_stays_dense_unless_forced(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="none of the 42 matrices would become smaller"):
-        sparsify(LLAMA, tmp_path / "out")
+        sparsify(LLAMA, tmp_path / "out", Sparsifying())
     assert list((tmp_path / "out").iterdir()) == []
     outcomes = sparsify(LLAMA, tmp_path / "out", Sparsifying(force=True))
     assert all(o.after > o.before and o.density == 1 and not o.note for o in outcomes)
@@ -226,9 +226,9 @@ def test_an_input_is_never_its_own_output(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="is the input"):
         sparsify(tmp_path, tmp_path, Sparsifying(pattern="norm"))
     with pytest.raises(UsageError, match="no float matrix"):
-        sparsify(tmp_path, tmp_path / "out")
+        sparsify(tmp_path, tmp_path / "out", Sparsifying())
     with pytest.raises(UsageError, match=r"config\.json"):
-        sparsify(LLAMA, LLAMA)
+        sparsify(LLAMA, LLAMA, Sparsifying())
 
 
 def test_the_script_reports_and_exits(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from clocher_runtime.checkpoints import open_checkpoint
 from clocher_runtime.command import console
 from clocher_runtime.command.console import Console
 from clocher_runtime.command.flags import Command
-from clocher_runtime.convert.block_sparse import LINEARS
+from clocher_runtime.convert import LINEARS
 from clocher_runtime.engine.load import PRECISIONS
 from clocher_runtime.quality.gate import LIMITS
 from clocher_runtime.subcommands.compress import dedup, sparsify

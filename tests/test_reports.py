@@ -15,7 +15,6 @@ from click.testing import CliRunner
 
 from bench import report as commands
 from bench.pages import (
-    NOTE,
     PAGE,
     PLOT,
     Section,
@@ -242,7 +241,7 @@ def scale(value: Any, key: str = "") -> Any:
 
 def test_the_page_says_where_everything_comes_from(folder: Path) -> None:
     text = render(folder)[PAGE]
-    assert NOTE in text and "/data/someone" not in text
+    assert "Do not edit." in text and "/data/someone" not in text
     for kind in ("peers-tern", "box-decode", "box-strict"):
         assert re.search(rf"\| `[\w-]*{kind}[\w-]*\.json` \|", text), kind
     speed = r"\| threads=2 \| 192 \[[\d., ]+\] \|"

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from bench.gpu.parity import Trial
-from bench.gpu.setting import Call, Item, Prepare, Row, Setting
+from bench.gpu.setting import Call, Item, Row, Setting
 from bench.ops import real_cases
 from clocher_kernels.cuda.launch import execute
 from clocher_kernels.cuda.prepack import DeviceTensor
@@ -92,7 +92,7 @@ def _time(setting: Setting, spec: OpSpec, case: Case) -> list[Row]:
 
 def _race(setting: Setting, n: int, k: int, m: int) -> list[Row]:
     setting.measure_bandwidth()
-    racing = {name: _peer(setting, name, n, k, m) for name in PEERS}
+    racing = {name: partial(_peer, setting, name, n, k, m) for name in PEERS}
     linear, fast = OPS["linear"], replace(setting, device=replace(setting.device, fast_batch=True))
     for name in _OURS[: 2 if setting.dry else None]:
         case = Case(f"{name}-{n}x{k}", {"M": m, "N": n, "K": k}, {}, {"w": name})
@@ -117,20 +117,16 @@ def _clone(value: Any) -> Any:
     return value.clone()
 
 
-def _peer(setting: Setting, name: str, n: int, k: int, m: int) -> Prepare:
-    """Return the setup of a peer for a race at M tokens."""
-
-    def prepare() -> tuple[int, Sequence[Call]]:
-        run, dtype, nbytes, dense = PEERS[name](setting, n, k)
-        x = setting.randn(m, k).to(dtype)
-        want = x.double() @ dense.double().T
-        off = float((run(x).double() - want).norm() / want.norm())
-        if not off < _WRONG:
-            raise RuntimeError(f"its result is off by {off:.3g}: called wrongly here")
-        runs = [run, *(PEERS[name](setting, n, k)[0] for _ in range(setting.copies(nbytes) - 1))]
-        return nbytes + x.nbytes + 2 * m * n, [lambda run=run: run(x) for run in runs]
-
-    return prepare
+def _peer(setting: Setting, name: str, n: int, k: int, m: int) -> tuple[int, Sequence[Call]]:
+    """Return the bytes of a peer's call at M tokens, and calls on copies of its weight."""
+    run, dtype, nbytes, dense = PEERS[name](setting, n, k)
+    x = setting.randn(m, k).to(dtype)
+    want = x.double() @ dense.double().T
+    off = float((run(x).double() - want).norm() / want.norm())
+    if not off < _WRONG:
+        raise RuntimeError(f"its result is off by {off:.3g}: called wrongly here")
+    runs = [run, *(PEERS[name](setting, n, k)[0] for _ in range(setting.copies(nbytes) - 1))]
+    return nbytes + x.nbytes + 2 * m * n, [lambda run=run: run(x) for run in runs]
 
 
 def _cublas(setting: Setting, n: int, k: int) -> Made:

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from contextlib import ExitStack
 from math import isnan, nan
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from clocher_kernels import __version__
@@ -12,6 +11,7 @@ from clocher_kernels.plan import Touch
 from clocher_runtime.command.console import Console, Line, head
 from clocher_runtime.command.loading import Engine, numerics
 from clocher_runtime.config.commands import RunConfig, SamplingConfig
+from clocher_runtime.disk.output_file import JsonlWriter
 from clocher_runtime.engine import timing
 from clocher_runtime.engine.arguments import NAMES, Sampling, taken
 from clocher_runtime.engine.backends import gpu
@@ -22,7 +22,6 @@ from clocher_runtime.speculation.speculator import Account
 from clocher_runtime.text.prompts import Prompt
 
 if TYPE_CHECKING:
-    from clocher_runtime.disk.output_file import JsonlWriter
     from clocher_runtime.quality.verify import TopLogits
 
 MAX_LISTED = 1000
@@ -46,15 +45,10 @@ class Completions(ExitStack):
         self.console, self.config = console, config
         self._most = 0 if config.aggregate else MAX_LISTED
         self._fingerprint: str | None = None
-        self._outputs = self._writer(config.outputs, "--outputs")
-        self._traces = self._writer(config.trace_ids, "--trace-ids")
-
-    def _writer(self, path: Path | None, flag: str) -> "JsonlWriter | None":
-        if path is None:
-            return None
-        from clocher_runtime.disk.output_file import JsonlWriter
-
-        return self.enter_context(JsonlWriter(path, flag))
+        files = ((config.outputs, "--outputs"), (config.trace_ids, "--trace-ids"))
+        self._outputs, self._traces = (
+            self.enter_context(JsonlWriter(path, flag)) if path else None for path, flag in files
+        )
 
     def begin(self, engine: Engine) -> None:
         """Take the engine that generates, once it is loaded."""

@@ -182,7 +182,7 @@ class Console:
         words: Sequence[str] = (),
         taken: Taken | None = None,
     ) -> None:
-        self.name, self._resumes, self._words, self._taken = name, resumes, words, taken or []
+        self.name, self.words, self._resumes, self._taken = name, words, resumes, taken or []
         # Python has no stream if standard error was closed at the start.
         self._notes = Screen(sys.stderr if stream is None else stream, may_be_lost=True)
         self.texts = self._notes
@@ -301,7 +301,7 @@ class RunConsole(Console):
 
     def __init__(self, name: str, **more: Any) -> None:
         super().__init__(name, **more)
-        self.as_json = "--json" in self._words or not is_terminal(sys.stdout)
+        self.as_json = "--json" in self.words or not is_terminal(sys.stdout)
 
     def finish(self, line: Line) -> None:
         """Write the line; raises OSError. From here on no signal changes the answer."""

@@ -108,7 +108,7 @@ class Command(click.Command):
         console = self._console(
             self.name or "",
             resumes="run it again to go on" in notes,
-            words=given,
+            words=tuple(given),  # which click takes apart
             taken=taken or before,
         )
         try:

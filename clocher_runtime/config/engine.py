@@ -46,18 +46,7 @@ PRECISIONS = (
 )
 KV_DTYPES = ("f32", "bf16", "f16", "e4m3", "e5m2", "i8")
 NUMERICS = ("precision", "kv_dtype")
-ACT_PRECISIONS = ("int8", "fp8", "fp16", "bf16", "fp32")
-KV_ALIASES = {"int8": "i8", "fp8": "e4m3", "fp16": "f16", "fp32": "f32"}
-_PRECISION, _KV_DTYPE = one_of(*PRECISIONS), one_of(*KV_DTYPES, also=KV_ALIASES)
-_ACT_PREC = one_of(*ACT_PRECISIONS)
-_DEVICE = one_of("auto", "cpu", "cuda", "ze")
-_BACKEND = one_of("cpu", "cuda", "reference", "stub")
-_ISA = one_of("amx", "avx512vnni", "avx512", "avxvnni", "avx2", "neon_dotprod", "generic")
-_PLACEMENT = one_of("auto", "compact", "scatter")
-SPECULATE = ("auto", "off", "suffix", "draft")
-_SPECULATE = one_of(*SPECULATE)
-_LAYOUT = one_of("none", "woh", "wxh", "all")
-_DEDUP = one_of("off", "on_demand", "cache", "replicate_hot")
+_KV_DTYPE = one_of(*KV_DTYPES, also={"int8": "i8", "fp8": "e4m3", "fp16": "f16", "fp32": "f32"})
 _PAGES = integer(1, (1 << 31) - 1)
 
 
@@ -110,7 +99,7 @@ class EngineConfig:
     )
     stub: bool = _model(SWITCH, "no model: token ids are a hash of the prompt", only=("run",))
     precision: str | None = _model(
-        _PRECISION,
+        one_of(*PRECISIONS),
         "cast or quantise float weights at load (unset: as stored)",
         "IE_PRECISION",
         "PRECISION",
@@ -140,17 +129,21 @@ class EngineConfig:
     ignore_eos: bool = _generation(
         SWITCH, "continue after the end-of-sequence token", only=("run",)
     )
-    device: str = _run(_DEVICE, "where to run", default="auto")
+    device: str = _run(one_of("auto", "cpu", "cuda", "ze"), "where to run", default="auto")
     fast_batch: bool = _run(
         SWITCH,
         "on a GPU, multiply 5 to 32 tokens of a step on tensor cores (int4 in groups of 128 always "
         "is): a token's last bits then depend on how many others are in its step",
     )
     backend: str = internal(
-        _BACKEND, "back end chosen for `device`: see `backends.choose`", default="cpu"
+        one_of("cpu", "cuda", "reference", "stub"),
+        "back end chosen for `device`: see `backends.choose`",
+        default="cpu",
     )
     isa: str | None = variable(
-        _ISA, "CPU instruction set (unset: the best of the host)", "CLOCHER_ISA"
+        one_of("amx", "avx512vnni", "avx512", "avxvnni", "avx2", "neon_dotprod", "generic"),
+        "CPU instruction set (unset: the best of the host)",
+        "CLOCHER_ISA",
     )
     threads: int | None = _run(
         integer(1, 1024), "CPU threads (unset: physical cores, within the CPU quota)"
@@ -174,7 +167,7 @@ class EngineConfig:
         only=("serve",),
     )
     speculate: str = _run(
-        _SPECULATE,
+        one_of("auto", "off", "suffix", "draft"),
         "drafter, whose tokens one forward pass verifies; the text stays the same",
         default="auto",
         idle=("off",),
@@ -185,18 +178,18 @@ class EngineConfig:
         default="auto",
     )
     act_prec: str | None = _hints(
-        _ACT_PREC,
+        one_of("int8", "fp8", "fp16", "bf16", "fp32"),
         "precision of activations in matmuls (unset: int8 for integer weights, else fp32; GPU: "
         "fp16)",
         "IE_ACT_PREC",
     )
     pretranspose: str | None = _hints(
-        _LAYOUT,
+        one_of("none", "woh", "wxh", "all"),
         "prepack weights: of the output head (woh), of the blocks (wxh), all or none (unset: all "
         "integer weights)",
     )
     affinity: str = variable(
-        _PLACEMENT,
+        one_of("auto", "compact", "scatter"),
         "pinned threads: compact takes neighbouring cores and fills sockets, scatter one of each "
         "cache and socket in turn",
         "AFFINITY",
@@ -237,7 +230,7 @@ class EngineConfig:
         SWITCH, "with IE_DEDUP=1: refuse a model without sound ones", "IE_DEDUP_STRICT"
     )
     dedup_policy: str = variable(
-        _DEDUP,
+        one_of("off", "on_demand", "cache", "replicate_hot"),
         "decode a tensor when it is loaded; also keep it in files; also keep others in memory",
         "IE_DEDUP_POLICY",
         default="on_demand",

@@ -12,13 +12,11 @@ from clocher_kernels.quant_tensor import QuantTensor, encode
 from clocher_runtime.checkpoints import open_checkpoint
 from clocher_runtime.checkpoints.checkpoint import BIN_NAME, Checkpoint
 from clocher_runtime.checkpoints.iebin import IebinWriter
+from clocher_runtime.convert import LINEARS
 from clocher_runtime.convert.q4_map import name_pattern
 from clocher_runtime.convert.to_iebin import finish, refuse_hf_folder, refuse_input, vocabulary
 from clocher_runtime.disk.output_file import check_free
 from clocher_runtime.disk.strict_json import prefixed
-
-LINEARS = r"model\.layers\.[0-9]+\..*_proj\.weight"
-"""The matrices made block-sparse by default."""
 
 _EXTRA_BYTES_PER_TENSOR = 4096
 
@@ -59,14 +57,10 @@ def prune(values: np.ndarray, block: tuple[int, int], sparsity: float) -> np.nda
     return np.where(mask, values, np.float32(0))
 
 
-_ZERO_BLOCKS = Sparsifying()
-
-
-def sparsify(model_dir: Path, out_dir: Path, how: Sparsifying = _ZERO_BLOCKS) -> list[Outcome]:
+def sparsify(model_dir: Path, out_dir: Path, how: Sparsifying) -> list[Outcome]:
     """Write a model with block-sparse matrices; return the result of each.
 
-    By default 32 x 32 zero blocks are left out. Raises UsageError, also if no matrix becomes
-    smaller, ModelError, OSError.
+    Raises UsageError, also if no matrix becomes smaller, ModelError, OSError.
     """
     source, names = _opened(model_dir, out_dir, how)
     vocab = vocabulary(source)

@@ -45,15 +45,6 @@ _MAPPED: WeakSet["MappedFile"] = WeakSet()
 """Live mappings."""
 
 
-def _lost_page(address: int) -> str | None:
-    """Return the message for an unreadable page, None if it is not in a model file."""
-    for mapped in list(_MAPPED):
-        if mapped.holds(address):
-            reason = mapped.change() or "the disk failed"
-            return f"{mapped.path}: cannot be read any more: {reason}; {_LEAVE}"
-    return None
-
-
 def check_all_mapped() -> None:
     """Check every mapped model file; see `MappedFile.check_unchanged`."""
     for mapped in list(_MAPPED):
@@ -285,11 +276,13 @@ def ending_on_lost_pages(report: Callable[[str], None]) -> Iterator[None]:
     ended: list[str] = []
 
     def handle(number: int, info: int, context: int) -> None:
-        address = ctypes.c_void_p.from_address(info + _ADDRESS_OFFSET).value
-        message = _lost_page(address or 0)
-        if message is None:
+        address = ctypes.c_void_p.from_address(info + _ADDRESS_OFFSET).value or 0
+        mapped = next((each for each in list(_MAPPED) if each.holds(address)), None)
+        if mapped is None:
             sigaction(signal.SIGBUS, ctypes.byref(before), None)  # and it happens again
             return
+        reason = mapped.change() or "the disk failed"
+        message = f"{mapped.path}: cannot be read any more: {reason}; {_LEAVE}"
         while ended:  # another thread is about to end the process
             signal.pause()
         ended.append(message)

@@ -15,6 +15,7 @@ import numpy as np
 
 from clocher_kernels.errors import FormatError, ShapeError, UnsupportedModel
 from clocher_kernels.formats import Format, parse_format
+from clocher_kernels.formats.bsr import Bsr
 from clocher_runtime.disk.files import MappedFile, sha256_of
 from clocher_runtime.disk.strict_json import (
     checked_name,
@@ -167,8 +168,6 @@ def _read_entry(name: str, item: Mapping[str, Any], ends: Mapping[str, int], at:
 
 def _counted(fmt: Format, planes: Mapping[str, Any]) -> Format:
     """Return the format with its number of blocks, known only from a plane's shape."""
-    from clocher_kernels.formats.bsr import Bsr
-
     assert isinstance(fmt, Bsr)
     described = planes.get("col_idx")
     shape = described.get("shape") if isinstance(described, dict) else None

@@ -15,6 +15,7 @@ from clocher_kernels.errors import UsageError, counted
 from clocher_runtime.command.console import Console
 from clocher_runtime.command.flags import engine_options, option, place, script, switch
 from clocher_runtime.command.parameters import FILE, MOST, Listed, numbers, whole
+from clocher_runtime.config.commands import settle
 from clocher_runtime.config.engine import NUMERICS, EngineConfig
 from clocher_runtime.exit_codes import ExitCode
 
@@ -114,7 +115,6 @@ _WORDS = (
 def bench(console: Console, **given: Any) -> int:
     """Measure, write the rows, and return the exit code."""
     from clocher_runtime.command.fetching import with_model
-    from clocher_runtime.config.commands import settle
     from clocher_runtime.subcommands.bench_measure import doubts, markdown, measure
 
     words = {name: given[name] for name in (*_WORDS, "model_dir") if given[name] is not None}

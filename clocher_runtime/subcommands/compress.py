@@ -10,6 +10,7 @@ from clocher_kernels.errors import ModelNotFound, UsageError
 from clocher_runtime.command.console import Console, columns, size
 from clocher_runtime.command.flags import option, place, script, switch
 from clocher_runtime.command.parameters import Listed, sides
+from clocher_runtime.convert import LINEARS
 from clocher_runtime.exit_codes import ExitCode
 from clocher_runtime.subcommands.convert import OUT_DIR, VERIFY, replacing_model
 
@@ -17,7 +18,6 @@ INNERS = ("f32", "f16", "bf16", "int8", "int4")
 _BLOCK = Listed(
     sides, "ROWSxCOLUMNS, such as 32x32", lambda some: len(some) == 1 and max(some[0]) < 10_000
 )
-LINEARS = r"model\.layers\.[0-9]+\..*_proj\.weight"
 _NOTES = """\
 What to expect: bf16 weights shrink by about 30 %, ternary ones by 20 %, an MXFP4 model by 4 to 5 %
 (its scales), int4 codes by nothing or little.
