@@ -81,7 +81,6 @@ def main(out: Path, calls: Sequence[str], names: Sequence[str], **given: Any) ->
         good = bool(given["folders"]) and report(out, given["folders"], list(PARTS))
     except (OSError, ValueError) as error:
         raise click.UsageError(str(error)) from None
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     chosen = [n for n, p in PARTS.items() if not calls or n == "machine" or str(p.call) in calls]
     chosen = [name for name in chosen if not names or name in names]
     count = max(len(calls), 1 if names else len(CALLS))
@@ -240,4 +239,5 @@ def _cell(value: object) -> str:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     main()
