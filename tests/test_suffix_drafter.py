@@ -116,7 +116,7 @@ def sources(draft: tuple[object, list[int]]) -> list[str]:
 
 def test_an_answer_is_drafted_from_where_the_text_itself_has_less() -> None:
     answers = Answers()
-    SuffixDrafter(answers).end([5, 6, 7, 8, 9])
+    answers.add([5, 6, 7, 8, 9])
     other = SuffixDrafter(answers)
     draft = other.draft([1, 5, 6], MOST)
     assert list(draft.tokens) == [7, 8, 9]  # and not what follows in another answer
@@ -125,7 +125,7 @@ def test_an_answer_is_drafted_from_where_the_text_itself_has_less() -> None:
     assert (list(own.tokens), sources(own)) == ([2, 5], ["suffix"] * 2)  # as long a match: its own
     assert SuffixDrafter(answers).draft([9], MOST) is NO_DRAFT  # nothing follows
     assert SuffixDrafter().draft([1, 5, 6], MOST) is NO_DRAFT
-    SuffixDrafter(answers).end([4, 6, 3])
+    answers.add([4, 6, 3])
     assert list(SuffixDrafter(answers).draft([6], MOST).tokens) == [3]  # the newest
     assert list(SuffixDrafter(answers).draft([0, 5, 6], 1).tokens) == [7]  # the longest
 

@@ -292,6 +292,12 @@ def test_special_token_of_a_wrong_type_is_a_format_error():
         Tokenizer(MODEL / "tokenizer.json", {"bos_token": 7})
 
 
+@pytest.mark.parametrize("template", [7, [{"name": "x", "template": "y"}]])
+def test_a_template_that_is_no_text_is_a_format_error(template):
+    with pytest.raises(FormatError, match="expected text, or a list with one named 'default'"):
+        _ = Tokenizer(MODEL / "tokenizer.json", {"chat_template": template}).chat_template
+
+
 def test_text_that_is_not_unicode_is_a_usage_error(tokenizer):
     with pytest.raises(UsageError, match="not valid Unicode"):
         tokenizer.encode("\udcff")

@@ -167,7 +167,4 @@ def _plain(value: Any) -> Any:
 
 
 def _column(values: Sequence[Any]) -> np.ndarray:
-    column = np.empty(len(values), object)
-    for at, value in enumerate(values):
-        column[at] = value
-    return column
+    return np.fromiter(values, object, len(values))

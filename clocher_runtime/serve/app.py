@@ -3,7 +3,7 @@
 import asyncio
 import json
 import os
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -137,65 +137,79 @@ class Server:
         *,
         truncates: bool = False,
     ) -> ASGIApp:
-        """Answer a request, in the events that `writer` makes or as OpenAI's first APIs do."""
-        chat = await self.begin(asked, kind, truncates=truncates)
-        answer = chat if writer is None else EventAnswer(chat, writer(chat.answer))
+        """Answer a request, in the events that `writer` makes or as OpenAI's first APIs do.
+
+        `truncates`: the oldest turns of a chat that is too long are left out.
+        """
+        with self.engine.reserve(asked.sequences):
+            asks, tail = await self._asks(asked, truncates)
+        job = self.engine.submit(asks)
+        job.expire(self.config.timeout)
+        prompt_tokens = sum(len(ask.ids) for ask in asks) // asked.choices
+        about = Answer(kind, asked.model or self.name, prompt_tokens)
+        choices = [self._choice(asked, ask, tail) for ask in asks]
+        chat = Pipeline(about, asked, job, choices, self.prompts)
+        answer = chat if writer is None else EventAnswer(chat, writer(about))
         if asked.stream:
             return EventStream(answer.events(), answer.failed)
         return json_response(await unless_gone(request.receive, answer.whole()))
 
-    async def begin(
-        self, asked: ChatRequest | CompletionRequest, kind: str, *, truncates: bool = False
-    ) -> Pipeline:
-        """Submit a request to the engine; raises ApiError if it cannot be answered now.
-
-        `truncates`: the oldest turns of a chat that is too long are left out.
-        """
+    async def _asks(
+        self, asked: ChatRequest | CompletionRequest, truncates: bool
+    ) -> tuple[list[Submit], str]:
+        """Return the sequences of a request, and the end of a chat's text; raises ApiError."""
         tail, prompts = "", list[list[int]]()
         style, param, where = "plain", "prompt", "prompt"
-        with self.engine.reserve(asked.sequences):
-            ready = self.engine.serving()
-            blocks = denoised(ready, asked.diffusion)
-            longest = blocks.longest(ready.longest) if blocks else ready.longest
-            if isinstance(asked, ChatRequest):
-                if truncates:
-                    found = await self.prompts.chat_that_fits(asked, longest, ready.vocab_size)
-                else:
-                    found = await self.prompts.chat(asked, longest)
-                ids, tail = found
-                prompts.append(ids)
-                style, param = self.prompts.style, "messages"
-                where = "messages and tools" if asked.functions else param
+        ready = self.engine.serving()
+        blocks = denoised(ready, asked.diffusion)
+        longest = blocks.longest(ready.longest) if blocks else ready.longest
+        if isinstance(asked, ChatRequest):
+            if truncates:
+                found = await self.prompts.chat_that_fits(asked, longest, ready.vocab_size)
             else:
-                prompts += [await self.prompts.ids(p, True, longest) for p in asked.prompt]
-                if asked.scores and asked.top >= 0 and blocks and blocks.blocks.context == "block":
-                    raise invalid(
-                        "echo with logprobs: the tokens of this model's blocks attend to each "
-                        "other, so a prompt has no likelihood token by token; leave one of them "
-                        "out",
-                        "echo",
-                    )
-            vocabulary = ready.vocab_size
-            try:
-                check_biases(asked.sampling()["logit_bias"], vocabulary)
-            except UsageError as error:
-                raise invalid(str(error), "logit_bias") from None
-            budgets = [
-                room_for(ids, asked.budget, longest, vocabulary, param, where) for ids in prompts
-            ]
-            if spec := grammar_of(asked, style, tail, blocks):
-                await asyncio.wrap_future(self.prompts.grammars.checked(spec))
-            asks = self._asks(asked, zip(prompts, budgets, strict=True), spec)
-        job = self.engine.submit(asks)
-        job.expire(self.config.timeout)
-        choices = [self._choice(asked, ask, tail) for ask in asks]
-        return Pipeline(
-            Answer(kind, asked.model or self.name, sum(map(len, prompts))),
-            asked,
-            job,
-            choices,
-            self.prompts,
-        )
+                found = await self.prompts.chat(asked, longest)
+            ids, tail = found
+            prompts.append(ids)
+            style, param = self.prompts.style, "messages"
+            where = "messages and tools" if asked.functions else param
+        else:
+            prompts += [await self.prompts.ids(p, True, longest) for p in asked.prompt]
+            if asked.scores and asked.top >= 0 and blocks and blocks.blocks.context == "block":
+                raise invalid(
+                    "echo with logprobs: the tokens of this model's blocks attend to each "
+                    "other, so a prompt has no likelihood token by token; leave one of them out",
+                    "echo",
+                )
+        sampling = [asked.sampling(choice) for choice in range(asked.choices)]
+        try:
+            check_biases(sampling[0]["logit_bias"], ready.vocab_size)
+        except UsageError as error:
+            raise invalid(str(error), "logit_bias") from None
+        budgets = [
+            room_for(ids, asked.budget, longest, ready.vocab_size, param, where) for ids in prompts
+        ]
+        if spec := grammar_of(asked, style, tail, blocks):
+            await asyncio.wrap_future(self.prompts.grammars.checked(spec))
+        one_call = isinstance(asked, ChatRequest) and asked.parallel_tool_calls is False
+        asks = [
+            Submit(
+                ids=ids,
+                max_new=budget,
+                sampling=drawn,
+                stop_ids=() if asked.ignore_eos else self.prompts.stop_ids,
+                logprobs=asked.top,
+                scores=asked.scores,
+                adapter=self.adapter(asked.model),
+                salt=asked.cache_salt or "",
+                constraint=json.dumps(spec) if spec else "",
+                diffusion=asked.diffusion,
+                shows=bool(asked.options.include_canvas),
+                whole=not (asked.stream or asked.stop or one_call),
+            )
+            for ids, budget in zip(prompts, budgets, strict=True)
+            for drawn in sampling
+        ]
+        return asks, tail
 
     def _choice(
         self, asked: ChatRequest | CompletionRequest, ask: Submit, tail: str
@@ -214,34 +228,6 @@ class Server:
             ends=frozenset(ask.stop_ids),
             only_scored=not ask.max_new,
         )
-
-    def _asks(
-        self,
-        asked: ChatRequest | CompletionRequest,
-        prompts: Iterable[tuple[list[int], int]],
-        constraint: dict[str, Any] | None,
-    ) -> list[Submit]:
-        """Return the sequences of a request, by its prompts and the tokens that may follow each."""
-        sampling = [asked.sampling(choice) for choice in range(asked.choices)]
-        one_call = isinstance(asked, ChatRequest) and asked.parallel_tool_calls is False
-        return [
-            Submit(
-                ids=ids,
-                max_new=budget,
-                sampling=drawn,
-                stop_ids=() if asked.ignore_eos else self.prompts.stop_ids,
-                logprobs=asked.top,
-                scores=asked.scores,
-                adapter=self.adapter(asked.model),
-                salt=asked.cache_salt or "",
-                constraint="" if constraint is None else json.dumps(constraint),
-                diffusion=asked.diffusion,
-                shows=bool(asked.options.include_canvas),
-                whole=not (asked.stream or asked.stop or one_call),
-            )
-            for ids, budget in prompts
-            for drawn in sampling
-        ]
 
     async def embed(self, request: Request, asked: EmbeddingsRequest) -> ASGIApp:
         body = await unless_gone(request.receive, embed(self, asked))

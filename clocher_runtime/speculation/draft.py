@@ -174,7 +174,7 @@ class SuffixDrafter:
     """
 
     def __init__(self, answers: Answers | None = None) -> None:
-        self._index, self._answers = TextIndex(), answers
+        self._index, self.answers = TextIndex(), answers
         self._distance = 0  # from the last match to the end
 
     def draft(self, ids: Sequence[int], most: int) -> Draft:
@@ -189,18 +189,13 @@ class SuffixDrafter:
         if length:
             self._distance = end - found
             tokens = [ids[found + 1 + i % self._distance] for i in range(most)]
-        if self._answers is not None:
-            others, longer = self._answers.after(ids, most)
+        if self.answers is not None:
+            others, longer = self.answers.after(ids, most)
             if others and longer > length:
                 source, tokens, length = "answers", list(others), longer
         # Each accepted token lengthens the match behind the next one.
         first, levels = SOURCES.index(source), _LEVEL_OF[length : length + len(tokens)]
         return Draft(tokens, [first + level for level in levels]) if tokens else NO_DRAFT
-
-    def end(self, answer: Sequence[int]) -> None:
-        """Keep the sequence's answer for others."""
-        if self._answers is not None:
-            self._answers.add(answer)
 
 
 class Track:
@@ -231,9 +226,9 @@ class Track:
         return self.rates.along(self.offer.classes)
 
     def end(self, answer: Sequence[int]) -> None:
-        """Record the whole answer of the sequence."""
-        if self.drafter is not None:
-            self.drafter.end(answer)
+        """Keep the whole answer of the sequence for others."""
+        if self.drafter is not None and self.drafter.answers is not None:
+            self.drafter.answers.add(answer)
 
 
 class Pending(NamedTuple):

@@ -10,7 +10,7 @@ from typing import Any
 from clocher_kernels.errors import ClocherError, FormatError, UsageError
 from clocher_runtime.disk.files import read_bytes
 from clocher_runtime.disk.strict_json import parse_json
-from clocher_runtime.text import Refused, template_text
+from clocher_runtime.text import Refused
 from clocher_runtime.text.call_styles import STYLES, AnswerStyle, CallStyle
 from clocher_runtime.text.text_process import PROCESS
 
@@ -192,10 +192,10 @@ def _with_tools(messages: Sequence[Message], role: str, prompt: str) -> list[Mes
 
 
 class ChatTemplate:
-    """A template (or a list with a "default") with transformers' functions; raises FormatError."""
+    """A template with transformers' functions; raises FormatError."""
 
-    def __init__(self, source: object) -> None:
-        self._text = template_text(source)
+    def __init__(self, text: str) -> None:
+        self._text = text
         if len(self._text.encode("utf-8", errors="replace")) > MAX_TEMPLATE_BYTES:
             raise FormatError(
                 f"chat template of {len(self._text)} characters; the limit is "

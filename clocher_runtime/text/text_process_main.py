@@ -29,7 +29,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from clocher_kernels.errors import UsageError
 from clocher_runtime.text import Refused
 from clocher_runtime.text.text_process import from_bytes, to_bytes
-from clocher_runtime.text.tokenizer_library import LibraryTokenizer
+from clocher_runtime.text.tokenizer_library import LibraryTokenizer, tried
 
 _loaded: list[Any] = []  # a LibraryTokenizer or LibraryGrammars, which operations work with
 MAX_OUTPUT_CHARS = 16 << 20
@@ -126,12 +126,8 @@ def _of_tokenizer(name: str) -> Callable[..., Any]:
 @lru_cache(maxsize=8)
 def compiled(source: str) -> jinja2.Template:
     """Compile a template; raises Refused if it is not valid Jinja."""
-    try:
-        return _environment().from_string(source)
-    except MemoryError:
-        raise
-    except Exception as error:  # any error of compiling an invalid template
-        raise Refused("refused", str(error)) from None
+    template: jinja2.Template = tried(_environment().from_string, source)
+    return template
 
 
 def variables_of(source: str) -> list[str]:

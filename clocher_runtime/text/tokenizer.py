@@ -11,7 +11,7 @@ from clocher_kernels.errors import FormatError, OutOfMemory, PromptTooLong, Usag
 from clocher_runtime.checkpoints.checkpoint import MadeTokenizer
 from clocher_runtime.config.values import shown
 from clocher_runtime.engine.arguments import listed
-from clocher_runtime.text import Refused, template_text
+from clocher_runtime.text import Refused
 from clocher_runtime.text.call_styles import AnswerStyle, style_of
 from clocher_runtime.text.tokenizer_library import LibraryTokenizer, TokenizerApart, inspect
 
@@ -79,8 +79,15 @@ class Tokenizer:
 
     @property
     def chat_template(self) -> str:
-        """The chat template, "" if there is none; raises FormatError if it is unusable."""
-        return "" if self._template is None else template_text(self._template)
+        """The chat template (of a list the "default"), "" if there is none; raises FormatError."""
+        source = "" if self._template is None else self._template
+        if isinstance(source, list):
+            entries = [entry for entry in source if isinstance(entry, Mapping)]
+            named = {entry.get("name"): entry.get("template") for entry in entries}
+            source = named.get("default")
+        if not isinstance(source, str):
+            raise FormatError("chat template: expected text, or a list with one named 'default'")
+        return source
 
     @cached_property
     def style(self) -> AnswerStyle:

@@ -264,7 +264,7 @@ _STEPS: Mapping[str, tuple[str, Mapping[str, Check]]] = {
 
 
 def tried(work: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """Call a library in Rust and return its result; raises Refused for its errors and panics."""
+    """Call a library and return its result; raises Refused for its errors, and panics of Rust."""
     try:
         return work(*arguments, **options)
     except BaseException as error:
