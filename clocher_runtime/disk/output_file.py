@@ -277,7 +277,8 @@ def check_free(path: Path, nbytes: int, reclaimed: int = 0) -> int:
 
     Raises OSError if they are below `nbytes`, or nothing may be written there.
     """
-    existing = next(place for place in Path(os.path.abspath(path)).parents if place.is_dir())
+    whole = Path(os.path.abspath(path))
+    existing = next(place for place in (whole, *whole.parents) if place.is_dir())
     if not os.access(existing, os.W_OK):
         raise OSError(errno.EACCES, "nothing may be written there", str(existing))
     free = shutil.disk_usage(existing).free + reclaimed
