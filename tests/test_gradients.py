@@ -14,7 +14,7 @@ from weight_files import GPTOSS, LLAMA, write_first_layers
 from clocher_runtime.checkpoints import open_checkpoint
 from clocher_runtime.convert.q4_map import parse_q4_map
 from clocher_runtime.quantize import gradients, job
-from clocher_runtime.quantize.calibrate import LayerJob, calibrate
+from clocher_runtime.quantize.calibrate import LayerJob
 from clocher_runtime.quantize.calibration_text import make_text
 from clocher_runtime.quantize.capture import Walk
 
@@ -106,23 +106,18 @@ def test_gptq_spares_the_tokens_that_count() -> None:
     assert more > other
 
 
-def job_of(model: Path, directory: Path, rule: dict[str, object], bits: float) -> job.Job:
-    """Return a job that chooses formats for the matrices of a model's first layer."""
-    checkpoint = open_checkpoint(write_first_layers(model, directory / "model", 1))
-    rule = {"pattern": ".*_proj.weight", "method": "gptq", **rule}
-    rules = parse_q4_map({"version": 1, "rules": [rule]}, directory / "rules.json")
-    record = {"name": "t", "nbytes": 1, "sha256": "0" * 64, "sequences": 4, "seq_len": 64} | {
-        "tokens": 256, "tokens_sha256": "0" * 64, "bos": False, "seed": 0
-    }  # fmt: skip
-    text = job.CalibrationText(tuple(map(tuple, sequences(checkpoint, 4, 64))), record)
-    return job.Job(checkpoint, directory / "q4.json", rules, calibration=text, target_bpw=bits)
-
-
 @pytest.mark.parametrize(("model", "signal"), [(LLAMA, "gradients"), (GPTOSS, "kld")])
 def test_a_job_takes_the_gradients_once_or_says_that_there_are_none(
     model: Path, signal: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = job_of(model, tmp_path, {"dtype": "int4", "group": 128}, 5)
+    checkpoint = open_checkpoint(write_first_layers(model, tmp_path / "model", 1))
+    rule = {"pattern": ".*_proj.weight", "dtype": "int4", "group": 128, "method": "gptq"}
+    rules = parse_q4_map({"version": 1, "rules": [rule]}, tmp_path / "rules.json")
+    record = {"name": "t", "nbytes": 1, "sha256": "0" * 64, "sequences": 4, "seq_len": 64} | {
+        "tokens": 256, "tokens_sha256": "0" * 64, "bos": False, "seed": 0
+    }  # fmt: skip
+    text = job.CalibrationText(tuple(map(tuple, sequences(checkpoint, 4, 64))), record)
+    asked = job.Job(checkpoint, tmp_path / "q4.json", rules, calibration=text, target_bpw=5)
     taken, said = [], list[str]()
 
     def noted(*given, **more):
@@ -139,20 +134,3 @@ def test_a_job_takes_the_gradients_once_or_says_that_there_are_none(
     job.run_job(plain, plain.plan())
     assert len(taken) == 1, "where no format is chosen there are none"
     assert all(unit["kld_alone"] > 0 for unit in outcome.allocation["units"])
-
-
-@pytest.mark.parametrize(("bits", "tokens"), [(3.5, 256), (4.0, 128)])
-def test_from_four_bits_on_some_tokens_give_harms_and_none_are_weighed(
-    bits: float, tokens: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked = job_of(LLAMA, tmp_path, {"dtype": "tcq3"}, bits)
-    counted = []
-
-    def counting(*given, counts, **more):
-        counted.append(counts())
-        calibrate(*given, counts=counts, **more)
-
-    monkeypatch.setattr(job, "PART_TOKENS", 128)
-    monkeypatch.setattr(job, "calibrate", counting)
-    assert job.run_job(asked, asked.plan()).allocation["tokens"] == tokens
-    assert [len(each) > 0 for each in counted] == [bits < 4]

@@ -33,6 +33,12 @@ def test_what_is_predicted_is_near_what_is_measured(tmp_path, monkeypatch) -> No
     assert abs(np.median(ratios)) < np.log(2)
     assert np.std(ratios) < 0.7
     assert np.corrcoef(np.log(pairs).T)[0, 1] > 0.8
+    monkeypatch.setattr(harm, "_TOKENS", 1000)
+    fewer = harm.harms_of(*given, Kept(None, {}), lambda: found, *settings)
+    assert (predicted.tokens, fewer.tokens) == (24 * 128, 7 * 128)
+    ratios = np.log([np.divide(fewer.of[unit], predicted.of[unit]) for unit in room.units])
+    assert np.abs(ratios).max() < np.log(1.6) and np.std(ratios) < 0.25
+    monkeypatch.setattr(harm, "_TOKENS", 8192)
     monkeypatch.setattr(harm, "predict", None)
     again = harm.harms_of(*given, Kept(file, {}), None, *settings)  # nor are gradients taken
     assert again == predicted

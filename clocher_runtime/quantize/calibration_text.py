@@ -23,6 +23,16 @@ class Text(NamedTuple):
         lengths = tuple(n for n, at in zip(self.lengths, starts, strict=True) if self.held[at])
         return Text(self.ids[self.held], lengths, self.held[self.held])
 
+    def some(self, tokens: int) -> tuple["Text", np.ndarray]:
+        """Return sequences of about so many tokens, from all over the text, and which these are."""
+        every = len(self.lengths)
+        count = min(max(1, tokens // max(self.lengths)), every)
+        chosen = np.zeros(every, bool)
+        chosen[np.arange(count) * every // count] = True
+        rows = np.flatnonzero(np.repeat(chosen, self.lengths))
+        lengths = tuple(np.array(self.lengths)[chosen].tolist())
+        return Text(self.ids[rows], lengths, self.held[rows]), rows
+
     def chunks(self, limit: int) -> Iterator[tuple[slice, tuple[int, ...]]]:
         """Yield runs of whole sequences of at most `limit` tokens: (tokens, lengths)."""
         start = 0
@@ -33,12 +43,6 @@ class Text(NamedTuple):
                 start, lengths = start + sum(lengths), []
             lengths.append(length)
         yield slice(start, start + sum(lengths)), tuple(lengths)
-
-
-def some(sequences: Sequence[Sequence[int]], tokens: int) -> Sequence[Sequence[int]]:
-    """Return sequences of about so many tokens, at least two, from all over a text."""
-    count = min(max(2, tokens // max(map(len, sequences), default=1)), len(sequences))
-    return [sequences[i * len(sequences) // count] for i in range(count)]
 
 
 def make_text(

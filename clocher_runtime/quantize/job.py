@@ -28,8 +28,8 @@ from clocher_runtime.quality.gate import Check, Verdict, tensor_checks, worst
 from clocher_runtime.quality.tensor_error import measure
 from clocher_runtime.quantize.alloc import allocate, at_most
 from clocher_runtime.quantize.calibrate import calibrate
-from clocher_runtime.quantize.calibration_text import make_text, some
-from clocher_runtime.quantize.gradients import PART_TOKENS, token_weights
+from clocher_runtime.quantize.calibration_text import make_text
+from clocher_runtime.quantize.gradients import token_weights
 from clocher_runtime.quantize.plan import (
     Done,
     QuantPlan,
@@ -50,8 +50,8 @@ ALIKE = (
     "measured"
 )
 
-_FEW_BITS = 4.0
-"""Bits of a quantised weight from which tuning, and weights of tokens, gained nothing."""
+_TUNED_BITS = 4.0
+"""Bits of a quantised weight from which tuning gained nothing."""
 
 
 class CalibrationText(NamedTuple):
@@ -142,14 +142,12 @@ def run_job(
     text = job.calibration.sequences if job.calibration else ()
     allocation: Mapping[str, Any] = {}
     corrects = any(tensor.method == "gptq" for tensor in plan.tensors.values())
-    bits = job.target_bpw if corrects else None  # gradients take longer than GPTQ
-    weighs = bits is not None and bits < _FEW_BITS
-    shown = text if weighs else some(text, PART_TOKENS)  # harms are means, so these will do
+    useful = corrects and job.target_bpw is not None  # they take longer than GPTQ
 
     @cache
     def counts() -> Mapping[str, np.ndarray]:
-        found = token_weights(checkpoint, make_text(shown), **settings) if bits else {}
-        if bits and not found:
+        found = token_weights(checkpoint, make_text(text), **settings) if useful else {}
+        if useful and not found:
             note(ALIKE)
         return found
 
@@ -157,13 +155,12 @@ def run_job(
     if job.target_bpw is not None:
         kept = Kept(measured, _fingerprint(job, plan, source))
         plan, allocation = allocate(
-            checkpoint, plan, shown, target_bpw=job.target_bpw, kept=kept, counts=counts, **settings
+            checkpoint, plan, text, target_bpw=job.target_bpw, kept=kept, counts=counts, **settings
         )
         sections["allocation"] = allocation
     with PlaneFile(job.out, _fingerprint(job, plan, source)) as planes:
         if plan.calibrated:
-            weights = counts if weighs else dict
-            calibrate(checkpoint, plan, text, planes=planes, counts=weights, note=note, **settings)
+            calibrate(checkpoint, plan, text, planes=planes, counts=counts, note=note, **settings)
         file = planes.finish()
         found = tune(checkpoint, planes.tensors, text, **settings) if is_tuned(plan) else None
         if is_tuned(plan) and found is None:
@@ -202,7 +199,7 @@ def run_job(
 def is_tuned(plan: QuantPlan) -> bool:
     """Return whether factors of rows are tuned: of trellises of few bits that GPTQ corrected."""
     made = (isinstance(t.format, Tcq) and t.method == "gptq" for t in plan.tensors.values())
-    return any(made) and bool(plan.size["quantised_bpw"] < _FEW_BITS)
+    return any(made) and bool(plan.size["quantised_bpw"] < _TUNED_BITS)
 
 
 def quantised_checkpoint(checkpoint: Checkpoint, q4_map: Q4Map, threads: int = 1) -> Checkpoint:
