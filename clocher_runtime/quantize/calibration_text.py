@@ -24,14 +24,14 @@ class Text(NamedTuple):
         return Text(self.ids[self.held], lengths, self.held[self.held])
 
     def some(self, tokens: int) -> tuple["Text", np.ndarray]:
-        """Return sequences of about so many tokens, from all over the text, and which these are."""
+        """Return about so many tokens, in sequences from all over, none held out; and which."""
         every = len(self.lengths)
         count = min(max(1, tokens // max(self.lengths)), every)
         chosen = np.zeros(every, bool)
         chosen[np.arange(count) * every // count] = True
         rows = np.flatnonzero(np.repeat(chosen, self.lengths))
         lengths = tuple(np.array(self.lengths)[chosen].tolist())
-        return Text(self.ids[rows], lengths, self.held[rows]), rows
+        return Text(self.ids[rows], lengths, np.zeros(len(rows), bool)), rows
 
     def chunks(self, limit: int) -> Iterator[tuple[slice, tuple[int, ...]]]:
         """Yield runs of whole sequences of at most `limit` tokens: (tokens, lengths)."""
