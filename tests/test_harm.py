@@ -44,6 +44,16 @@ def test_what_is_predicted_is_near_what_is_measured(tmp_path, monkeypatch) -> No
     assert again == predicted
 
 
+def test_some_tokens_are_of_all_the_text_and_none_is_held_out() -> None:
+    text = make_text([[i] * 100 for i in range(32)])
+    some, rows = text.some(1000)
+    assert some.lengths == (100,) * 10 and not some.held.any() and text.held.any()
+    assert (some.ids == text.ids[rows]).all()
+    assert sorted(set(some.ids.tolist())) == [0, 3, 6, 9, 12, 16, 19, 22, 25, 28]
+    assert text.some(10)[0].lengths == (100,)
+    assert text.some(1 << 20)[0].lengths == text.lengths
+
+
 def test_what_gptq_leaves_is_the_trace_of_the_diagonal_factor() -> None:
     rng = np.random.default_rng(0)
     stats = InputStats(64, hessian=True)

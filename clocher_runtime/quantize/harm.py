@@ -33,7 +33,7 @@ from clocher_runtime.disk.kept import Kept
 from clocher_runtime.quality.compare import score_window
 from clocher_runtime.quality.evaluate import Progress
 from clocher_runtime.quantize.calibrate import Counts, LayerJob
-from clocher_runtime.quantize.calibration_text import make_text
+from clocher_runtime.quantize.calibration_text import Text, make_text
 from clocher_runtime.quantize.capture import ExpertInputs, Observer, RowStore, Walk
 from clocher_runtime.quantize.gptq import InputStats, uncompensated
 from clocher_runtime.quantize.plan import PlannedTensor
@@ -77,13 +77,13 @@ def harms_of(
     `base`: the candidate that is measured in; `kept` has what an earlier run found.
     """
     rest = threads, seed, progress
+    text, rows = make_text(text_ids, seed).some(_TOKENS)
     if known := kept.get(_PREDICTED, dict[str, list[float]]):
-        return Harms("gradients", len(make_text(text_ids, seed).some(_TOKENS)[1]), known)
+        return Harms("gradients", len(rows), known)
     if found := counts():
-        signal = "gradients"
-        importance, tokens = predict(
-            checkpoint, units, candidates[0].turned, text_ids, found, *rest
-        )
+        signal, tokens = "gradients", len(rows)
+        taken = {name: count[rows] for name, count in found.items()}
+        importance = predict(checkpoint, units, candidates[0].turned, text, taken, *rest)
     else:
         signal = "kld"
         kld, importance, tokens = measure_units(
@@ -104,19 +104,15 @@ def predict(
     checkpoint: Checkpoint,
     units: Units,
     turned: int,
-    text_ids: Sequence[Sequence[int]],
+    text: Text,
     counts: Mapping[str, np.ndarray],
     threads: int,
     seed: int,
     progress: Progress,
-) -> tuple[dict[str, np.ndarray], int]:
-    """Return by matrix what squared errors of its columns cost, in nats a token, [K].
-
-    And the tokens that were taken: some thousands give what all would.
-    """
-    text, rows = make_text(text_ids, seed).some(_TOKENS)
+) -> dict[str, np.ndarray]:
+    """Return by matrix what squared errors of its columns cost, in nats a token, [K]."""
     walk = Walk(checkpoint, text, threads)
-    walk.counts = {name: count[rows] for name, count in counts.items()}
+    walk.counts = counts
     wanted = {tensor.name: tensor for unit in units.values() for tensor in unit}
     _require(walk, wanted, {name for i in range(walk.spec.num_layers) for name in walk.matrices(i)})
     costs: dict[str, np.ndarray] = {}
@@ -125,13 +121,13 @@ def predict(
         job = LayerJob(walk, own, threads, seed)
         walk.layers([layer], job)
         for name, stats in job.stats.items():
-            cost = float(walk.counts[name].mean()) / 2 / wanted[name].shape[0]
+            cost = float(counts[name].mean()) / 2 / wanted[name].shape[0]
             left = stats.importance
             if own[name].method == "gptq":
                 left = np.full(len(left), uncompensated(stats.hessian / 2, turned) / len(left))
             costs[name] = cost * left
         progress("allocating", layer + 1, walk.spec.num_layers)
-    return costs, len(rows)
+    return costs
 
 
 def _require(walk: Walk, wanted: Iterable[str], known: Iterable[str]) -> None:
